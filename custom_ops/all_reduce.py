@@ -1,0 +1,94 @@
+"""`flashinfer_all_reduce`: a plain all-reduce through FlashInfer, launched and triggered with PDL by the same rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from custom_ops import counters, dispatch, domain, flashinfer_adapter, groups, pdl, unfused
+from custom_ops.counters import Launch
+from custom_ops.limits import Strategy
+
+NAME = "flashinfer_all_reduce"
+
+torch.library.define(
+    f"custom_ops::{NAME}",
+    "(Tensor x, str? group_name=None, *, bool launch_with_pdl=True, bool fp32_acc=True, "
+    "int? pdl_advance_launch_tokens=None) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+
+
+def flashinfer_all_reduce(
+    x: Tensor,
+    group_name: str | None = None,
+    *,
+    launch_with_pdl: bool = True,
+    fp32_acc: bool = True,
+    pdl_advance_launch_tokens: int | None = None,
+) -> Tensor:
+    """Sum of x over a process group, as a new contiguous tensor; the same as, in eager PyTorch::
+
+        out = x.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(out, group=group)
+
+    Outside of the kernel's domain (world size, hidden size, dtype, device) and above its limits the process group's own
+    all-reduce runs; on CPU tensors always.
+
+    Args:
+        x: this rank's contribution, any rank from 0 up, any dtype that the process group can reduce.
+        group_name: ProcessGroup.group_name; None for the default group.
+        launch_with_pdl: programmatic dependent launch.
+        fp32_acc: sum over ranks in float32 and round once.
+        pdl_advance_launch_tokens: largest number of rows that triggers the successor early; None for
+            PDL_ADVANCE_LAUNCH_TOKENS, 0 for never.
+
+    Raises:
+        ValueError: unknown group.
+        RuntimeError: a workspace would have to be made while a CUDA graph is captured.
+    """
+    group = groups.resolve(group_name)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not x.numel():
+        return out
+    flat = x.contiguous()
+    if flat.data_ptr() % domain.ACCESS_BYTES:
+        flat = flat.clone()
+    copied = flat.data_ptr() != x.data_ptr()
+    threshold = pdl.PDL_ADVANCE_LAUNCH_TOKENS if pdl_advance_launch_tokens is None else pdl_advance_launch_tokens
+    flags = dispatch.Flags(launch_with_pdl, fp32_acc, threshold)
+    _run(flat, out, group, flags, copied)
+    return out
+
+
+def _run(x: Tensor, out: Tensor, group: ProcessGroup, flags: dispatch.Flags, copied: bool) -> None:
+    if x.device.type != "cuda":
+        counters.record(Launch(NAME, x.device.type, 0, Strategy.UNFUSED, reason="not a CUDA tensor"))
+        unfused.all_reduce_into(out, x, group)
+        return
+    hidden = x.shape[-1] if x.dim() else 1
+    message = dispatch.Message(x.numel() // hidden, hidden, x.dtype, x.device)
+    launch, found = dispatch.plan(NAME, 0, message, group, flags, copied)
+    counters.record(launch)
+    if found is None:
+        unfused.all_reduce_into(out, x, group)
+        return
+    call = flashinfer_adapter.KernelCall(
+        pattern_code=0,
+        allreduce_in=x.view(message.tokens, hidden),
+        allreduce_out=out.view(message.tokens, hidden),
+        one_shot=launch.strategy is Strategy.ONE_SHOT,
+        launch_with_pdl=launch.launch_with_pdl,
+        completion_at_end=launch.completion_at_end,
+        fp32_acc=flags.fp32_acc and x.dtype != torch.float32,
+    )
+    flashinfer_adapter.launch(found.handle, call)
+
+
+torch.library.impl(f"custom_ops::{NAME}", ("cpu", "cuda"), flashinfer_all_reduce)
+
+
+@torch.library.register_fake(f"custom_ops::{NAME}")
+def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

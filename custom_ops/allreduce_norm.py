@@ -1,0 +1,156 @@
+"""`call_trtllm_fused_allreduce_norm`: all-reduce, residual add and RMSNorm of one tensor as one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from custom_ops import arguments, counters, dispatch, flashinfer_adapter, groups, pdl, reference, unfused
+from custom_ops.arguments import Arguments
+from custom_ops.counters import Launch
+from custom_ops.limits import Strategy
+from custom_ops.workspace import Workspace
+
+NAME = "call_trtllm_fused_allreduce_norm"
+
+torch.library.define(
+    f"custom_ops::{NAME}",
+    "(Tensor allreduce_in, Tensor? residual, Tensor? rms_gamma, float rms_eps, int world_size, bool launch_with_pdl, "
+    "bool fp32_acc, int max_token_num, int pattern_code, Tensor(a!)? norm_out=None, Tensor(b!)? quant_out=None, "
+    "Tensor(c!)? scale_out=None, Tensor? scale_factor=None, *, Tensor(d!)? residual_out=None, str? group_name=None, "
+    "float weight_bias=0.0, Tensor? rms_eps_tensor=None, int? pdl_advance_launch_tokens=None) -> ()",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+
+
+def call_trtllm_fused_allreduce_norm(
+    allreduce_in: Tensor,
+    residual: Tensor | None,
+    rms_gamma: Tensor | None,
+    rms_eps: float,
+    world_size: int,
+    launch_with_pdl: bool,
+    fp32_acc: bool,
+    max_token_num: int,
+    pattern_code: int,
+    norm_out: Tensor | None = None,
+    quant_out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    scale_factor: Tensor | None = None,
+    *,
+    residual_out: Tensor | None = None,
+    group_name: str | None = None,
+    weight_bias: float = 0.0,
+    rms_eps_tensor: Tensor | None = None,
+    pdl_advance_launch_tokens: int | None = None,
+) -> None:
+    """All-reduce, residual add and RMSNorm in one kernel launch; the same as, in eager PyTorch::
+
+        residual_out.copy_(all_reduce(allreduce_in) + residual)
+        norm_out.copy_(residual_out.float() * rsqrt(residual_out.float().square().mean(-1, True) + rms_eps)
+                       * (weight_bias + rms_gamma.float()))
+
+    Any rank from 1 up: leading dimensions are flattened to [tokens, hidden]. CUDA tensors run FlashInfer's kernel, or
+    the process group's all-reduce with the same roundings where the kernel cannot serve or would not pay; CPU tensors
+    run the reference. Only the output tensors are written; an output may be `allreduce_in` or `residual` itself.
+
+    Args:
+        allreduce_in: this rank's contribution, [..., hidden], bfloat16, float16 or float32.
+        residual: added to the sum, same dtype and rows; None adds nothing, `residual_out` is then the sum.
+        rms_gamma: weight of the norm, [hidden], same dtype; None is a weight of one.
+        rms_eps: epsilon of the norm.
+        world_size: ranks of the group; checked.
+        launch_with_pdl: programmatic dependent launch.
+        fp32_acc: sum over ranks in float32 and round once.
+        max_token_num: more tokens than this run unfused; 0 leaves it to the limits of the device.
+        pattern_code: 0 (all-reduce, add) or 1 (all-reduce, add, RMSNorm), FlashInfer's codes.
+        norm_out: written by pattern 1.
+        quant_out: None for these patterns.
+        scale_out: None for these patterns.
+        scale_factor: None for these patterns.
+        residual_out: written by both patterns.
+        group_name: ProcessGroup.group_name; None for the default group.
+        weight_bias: added to gamma in float32; 1.0 for weights stored less one.
+        rms_eps_tensor: epsilon as a 0-d CPU tensor; overrides rms_eps.
+        pdl_advance_launch_tokens: largest number of tokens that triggers the successor early; None for
+            PDL_ADVANCE_LAUNCH_TOKENS, 0 for never.
+
+    Raises:
+        ValueError: an argument is not as above; nothing was written.
+        RuntimeError: a workspace would have to be made while a CUDA graph is captured.
+    """
+    group = groups.resolve(group_name, world_size)
+    args = arguments.check(
+        pattern_code,
+        allreduce_in,
+        inputs={"residual": residual, "rms_gamma": rms_gamma, "scale_factor": scale_factor},
+        outputs={"norm_out": norm_out, "residual_out": residual_out, "quant_out": quant_out, "scale_out": scale_out},
+        eps=rms_eps if rms_eps_tensor is None else arguments.host_scalar("rms_eps_tensor", rms_eps_tensor),
+        weight_bias=weight_bias,
+    )
+    threshold = pdl.PDL_ADVANCE_LAUNCH_TOKENS if pdl_advance_launch_tokens is None else pdl_advance_launch_tokens
+    flags = dispatch.Flags(launch_with_pdl, fp32_acc, threshold, max_token_num)
+    if args.tokens:
+        _run(args, group, flags)
+        for temporary, output in args.copy_back:
+            output.copy_(temporary)
+
+
+def _run(args: Arguments, group: ProcessGroup, flags: dispatch.Flags) -> None:
+    device = args.allreduce_in.device
+    if device.type == "cpu":
+        counters.record(Launch(NAME, "cpu", args.pattern.code, Strategy.ONE_SHOT, copied_input=args.copied_input))
+        reduced = reference.sum_ranks(unfused.gather(args.allreduce_in, group), flags.fp32_acc)
+        total = reference.add_residual(reduced, args.residual)
+        if args.norm_out is not None:
+            args.norm_out.copy_(reference.rms_norm(total, args.gamma, args.eps, args.weight_bias))
+        args.residual_out.copy_(total)
+        return
+    message = dispatch.Message(args.tokens, args.hidden, args.allreduce_in.dtype, device)
+    launch, found = dispatch.plan(NAME, args.pattern.code, message, group, flags, args.copied_input)
+    counters.record(launch)
+    if found is None:
+        unfused.add_norm(args, group)
+    else:
+        _launch(args, launch, found, flags.fp32_acc)
+
+
+def _launch(args: Arguments, launch: Launch, found: Workspace, fp32_acc: bool) -> None:
+    flags = {
+        "one_shot": launch.strategy is Strategy.ONE_SHOT,
+        "launch_with_pdl": launch.launch_with_pdl,
+        "completion_at_end": launch.completion_at_end,
+        "fp32_acc": fp32_acc and args.allreduce_in.dtype != torch.float32,
+    }
+    if args.norm_out is None:
+        # The plain pattern adds no residual; with one, the sum goes through a buffer of its own.
+        reduced = args.residual_out if args.residual is None else torch.empty_like(args.residual_out)
+        call = flashinfer_adapter.KernelCall(0, args.allreduce_in, allreduce_out=reduced, **flags)
+        flashinfer_adapter.launch(found.handle, call)
+        if args.residual is not None:
+            torch.add(reduced, args.residual, out=args.residual_out)
+        return
+    shape = (args.tokens, args.hidden)
+    residual = found.zero_tensor(shape, args.allreduce_in.dtype) if args.residual is None else args.residual
+    no_gamma = args.gamma is None
+    call = flashinfer_adapter.KernelCall(
+        args.pattern.code,
+        args.allreduce_in,
+        residual=residual,
+        residual_out=args.residual_out,
+        norm_out=args.norm_out,
+        gamma=found.zero_tensor((args.hidden,), args.allreduce_in.dtype) if no_gamma else args.gamma,
+        eps=args.eps,
+        weight_bias=1.0 if no_gamma else args.weight_bias,
+        **flags,
+    )
+    flashinfer_adapter.launch(found.handle, call)
+
+
+torch.library.impl(f"custom_ops::{NAME}", ("cpu", "cuda"), call_trtllm_fused_allreduce_norm)
+
+
+@torch.library.register_fake(f"custom_ops::{NAME}")
+def _fake(*args: object, **kwargs: object) -> None:
+    return None

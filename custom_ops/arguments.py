@@ -1,0 +1,204 @@
+"""The checks of the fused op: every one of them runs before anything is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from custom_ops import domain, pattern_codes
+from custom_ops.pattern_codes import Pattern
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Checked arguments; tensors are contiguous, aligned [tokens, hidden] views of what was given, or copies of it.
+
+    Attributes:
+        copied_input: an input had to be copied.
+        copy_back: (temporary, output) for each output that is not aligned: the caller copies when all is written.
+    """
+
+    pattern: Pattern
+    allreduce_in: Tensor
+    residual: Tensor | None
+    gamma: Tensor | None
+    eps: float
+    weight_bias: float
+    residual_out: Tensor
+    norm_out: Tensor | None
+    copied_input: bool
+    copy_back: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the flattened input."""
+        return self.allreduce_in.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """Elements of a row."""
+        return self.allreduce_in.shape[1]
+
+
+def check(
+    pattern_code: int,
+    allreduce_in: Tensor,
+    inputs: dict[str, Tensor | None],
+    outputs: dict[str, Tensor | None],
+    eps: float,
+    weight_bias: float,
+) -> Arguments:
+    """Check and flatten the arguments of one call.
+
+    Args:
+        pattern_code: FlashInfer's pattern.
+        allreduce_in: this rank's contribution, [..., hidden].
+        inputs: the optional input tensors by name.
+        outputs: the output tensors by name.
+        eps: epsilon of the norm.
+        weight_bias: added to gamma.
+
+    Raises:
+        ValueError: naming the argument, what it is and what is allowed.
+    """
+    pattern = pattern_codes.lookup(pattern_code)
+    _check_presence(pattern, inputs, outputs)
+    _check_input(allreduce_in)
+    for name, value in {"rms_eps": eps, "weight_bias": weight_bias}.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value}: must be finite")
+    hidden = allreduce_in.shape[-1]
+    residual, gamma = inputs["residual"], inputs["rms_gamma"]
+    if residual is not None:
+        _check_like(allreduce_in, "residual", residual)
+    if gamma is not None:
+        _check_gamma(allreduce_in, gamma)
+    given = {name: tensor for name, tensor in outputs.items() if tensor is not None}
+    for name, tensor in given.items():
+        _check_like(allreduce_in, name, tensor)
+    views = {name: _view_output(name, tensor, hidden) for name, tensor in given.items()}
+    _check_overlap({"allreduce_in": allreduce_in, "residual": residual, "rms_gamma": gamma}, given)
+    targets = {name: view if _aligned(view) else torch.empty_like(view) for name, view in views.items()}
+    flat_in = _flatten_input(allreduce_in, hidden)
+    flat_residual = None if residual is None else _flatten_input(residual, hidden)
+    return Arguments(
+        pattern=pattern,
+        allreduce_in=flat_in,
+        residual=flat_residual,
+        gamma=None if gamma is None else _flatten_input(gamma, hidden).view(hidden),
+        eps=eps,
+        weight_bias=weight_bias,
+        residual_out=targets["residual_out"],
+        norm_out=targets.get("norm_out"),
+        copied_input=_moved(allreduce_in, flat_in) or _moved(residual, flat_residual),
+        copy_back=tuple((targets[name], view) for name, view in views.items() if targets[name] is not view),
+    )
+
+
+def host_scalar(name: str, tensor: Tensor) -> float:
+    """Value of a one-element CPU tensor.
+
+    Raises:
+        ValueError: it has more elements, or reading it would wait for a device.
+    """
+    if tensor.numel() != 1 or tensor.device.type != "cpu":
+        raise ValueError(f"{name}: shape {list(tensor.shape)} on {tensor.device}; must be one element on the CPU")
+    return float(tensor.item())
+
+
+def _check_presence(pattern: Pattern, inputs: dict[str, Tensor | None], outputs: dict[str, Tensor | None]) -> None:
+    for name, tensor in inputs.items():
+        if tensor is not None and name not in pattern.inputs:
+            raise ValueError(f"{name}: pattern {pattern.code} ({pattern.name}) takes none; pass None")
+    for name, tensor in outputs.items():
+        if tensor is None and name in pattern.outputs:
+            raise ValueError(f"{name}=None: pattern {pattern.code} ({pattern.name}) writes it; pass a tensor")
+        if tensor is not None and name not in pattern.outputs:
+            raise ValueError(f"{name}: pattern {pattern.code} ({pattern.name}) does not write it; pass None")
+
+
+def _check_input(tensor: Tensor) -> None:
+    if tensor.dim() == 0:
+        raise ValueError("allreduce_in: rank 0, shape []; pass [hidden] or [..., hidden]")
+    if tensor.shape[-1] == 0:
+        raise ValueError(f"allreduce_in: shape {list(tensor.shape)} has no elements in a row; hidden must be positive")
+    if tensor.dtype not in domain.DTYPES:
+        raise ValueError(f"allreduce_in: dtype {tensor.dtype}; use one of {', '.join(map(str, domain.DTYPES))}")
+
+
+def _check_like(reference: Tensor, name: str, tensor: Tensor) -> None:
+    hidden = reference.shape[-1]
+    if tensor.dtype != reference.dtype:
+        raise ValueError(f"{name}: dtype {tensor.dtype}; must be that of allreduce_in, {reference.dtype}")
+    if tensor.device != reference.device:
+        raise ValueError(f"{name}: on {tensor.device}; must be on the device of allreduce_in, {reference.device}")
+    if tensor.dim() == 0 or tensor.shape[-1] != hidden or tensor.numel() != reference.numel():
+        raise ValueError(
+            f"{name}: shape {list(tensor.shape)}; must hold the {reference.numel() // hidden} rows of {hidden} of "
+            f"allreduce_in, {list(reference.shape)}"
+        )
+
+
+def _check_gamma(reference: Tensor, gamma: Tensor) -> None:
+    hidden = reference.shape[-1]
+    if gamma.dtype != reference.dtype:
+        raise ValueError(f"rms_gamma: dtype {gamma.dtype}; must be that of allreduce_in, {reference.dtype}")
+    if gamma.device != reference.device:
+        raise ValueError(f"rms_gamma: on {gamma.device}; must be on the device of allreduce_in, {reference.device}")
+    if gamma.shape != (hidden,):
+        raise ValueError(f"rms_gamma: shape {list(gamma.shape)}; must be [{hidden}], the last dimension of allreduce_in")
+
+
+def _view_output(name: str, tensor: Tensor, hidden: int) -> Tensor:
+    try:
+        flat = tensor.view(-1, hidden) if tensor.numel() else tensor.new_empty((0, hidden))
+    except RuntimeError:
+        flat = None
+    if flat is None or not flat.is_contiguous():
+        raise ValueError(
+            f"{name}: shape {list(tensor.shape)} with strides {list(tensor.stride())} is no contiguous view as "
+            f"[tokens, {hidden}]; pass a contiguous tensor"
+        )
+    return flat
+
+
+def _flatten_input(tensor: Tensor, hidden: int) -> Tensor:
+    if not tensor.numel():
+        return tensor.new_empty((0, hidden))
+    flat = tensor.reshape(-1, hidden).contiguous()
+    return flat if _aligned(flat) else flat.clone()
+
+
+def _aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % domain.ACCESS_BYTES == 0
+
+
+def _moved(tensor: Tensor | None, flat: Tensor | None) -> bool:
+    return tensor is not None and flat is not None and tensor.data_ptr() != flat.data_ptr()
+
+
+def _check_overlap(inputs: dict[str, Tensor | None], outputs: dict[str, Tensor]) -> None:
+    """An output may be an input, exactly; two outputs, or shifted views of one memory, would overwrite each other."""
+    written: dict[str, Tensor] = {}
+    for name, tensor in outputs.items():
+        for other, value in {**inputs, **written}.items():
+            if value is None or not _spans_meet(tensor, value):
+                continue
+            same = tensor.data_ptr() == value.data_ptr() and tensor.numel() == value.numel()
+            if other in written or not same or not value.is_contiguous():
+                raise ValueError(f"{name} overlaps {other}; pass a tensor of its own, or exactly that input")
+        written[name] = tensor
+
+
+def _spans_meet(a: Tensor, b: Tensor) -> bool:
+    if not a.numel() or not b.numel():
+        return False
+    return a.data_ptr() < b.data_ptr() + _span(b) and b.data_ptr() < a.data_ptr() + _span(a)
+
+
+def _span(tensor: Tensor) -> int:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()

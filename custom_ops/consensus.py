@@ -1,0 +1,61 @@
+"""Ranks agree before they act: a vote over the group's key-value store.
+
+No device takes part, so nobody spins in a kernel while another rank compiles, and every wait is bounded. The outcome is
+one key that the first rank to finish writes and every rank reads: a rank that comes late, or never, cannot make the
+others disagree. All ranks of a group vote in the same order, each once per topic.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import ProcessGroup, Store
+
+VOTE_TIMEOUT = timedelta(minutes=5)
+"""How long a rank waits for the votes of the others; after it the answer is no, on all of them."""
+
+BUILD_TIMEOUT = timedelta(minutes=30)
+"""The same for a vote that follows a compilation."""
+
+AGREED = "agreed"
+
+
+def agree(
+    group: ProcessGroup, topic: str, facts: Mapping[str, object], problem: str | None, timeout: timedelta = VOTE_TIMEOUT
+) -> str | None:
+    """Whether every rank of the group can go on and brings equal facts: None, or why not, the same on all ranks.
+
+    Args:
+        group: the voters.
+        topic: what is voted on; unique for this group.
+        facts: what must be equal on all ranks, JSON-serialisable.
+        problem: why this rank cannot go on; None if it can.
+        timeout: the longest wait.
+    """
+    store = group.get_group_store()
+    prefix = f"custom_ops/{topic}"
+    keys = [f"{prefix}/{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], json.dumps({"facts": dict(facts), "problem": problem}))
+    verdict = _tally(store, keys, timeout)
+    decided = store.compare_set(f"{prefix}/verdict", "", verdict or AGREED)
+    text = decided.decode() if isinstance(decided, bytes) else str(decided)
+    return None if text == AGREED else text
+
+
+def _tally(store: Store, keys: list[str], timeout: timedelta) -> str | None:
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:  # DistStoreError from most stores, a plain RuntimeError from FileStore
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return f"rank {absent} of the group did not vote within {timeout}"
+    ballots = [json.loads(store.get(key)) for key in keys]
+    for rank, ballot in enumerate(ballots):
+        if ballot["problem"]:
+            return f"rank {rank} of the group: {ballot['problem']}"
+    for name, value in ballots[0]["facts"].items():
+        for rank, ballot in enumerate(ballots):
+            if ballot["facts"].get(name) != value:
+                return f"{name} differs: {value!r} on rank 0, {ballot['facts'].get(name)!r} on rank {rank} of the group"
+    return None

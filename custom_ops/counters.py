@@ -1,0 +1,52 @@
+"""How calls ran: fused or unfused, with which flags, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from custom_ops.limits import Strategy
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The resolved plan of a call: what was asked for, after every rule was applied.
+
+    Attributes:
+        op: name of the op.
+        device: "cuda" or "cpu".
+        pattern_code: FlashInfer's pattern.
+        strategy: one-shot, two-shot or unfused.
+        launch_with_pdl: effective flag; False when unfused.
+        completion_at_end: effective trigger; True (late) when unfused.
+        reason: why the call ran unfused; "" when fused.
+        copied_input: an input could not be viewed as contiguous [tokens, hidden] and was copied.
+    """
+
+    op: str
+    device: str
+    pattern_code: int
+    strategy: Strategy
+    launch_with_pdl: bool = False
+    completion_at_end: bool = True
+    reason: str = ""
+    copied_input: bool = False
+
+
+_LAUNCHES: Counter[Launch] = Counter()
+"""The registry: plan -> number of calls. Replays of a captured graph do not pass here; its capture counts once."""
+
+
+def record(launch: Launch) -> None:
+    """Count one call."""
+    _LAUNCHES[launch] += 1
+
+
+def launches() -> dict[Launch, int]:
+    """How many calls ran with each plan since reset_launches()."""
+    return dict(_LAUNCHES)
+
+
+def reset_launches() -> None:
+    """Forget all counts."""
+    _LAUNCHES.clear()

@@ -1,0 +1,150 @@
+"""The one place that touches FlashInfer: is it there, is it built, make a workspace, launch a kernel.
+
+FlashInfer is imported at first use (it takes seconds) and never at import of this package.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("custom_ops")
+
+REQUIRED = "0.7.2"
+PARAMETERS = {"launch_with_pdl", "trigger_completion_at_end", "use_oneshot", "fp32_acc", "weight_bias"}
+"""Parameters of FlashInfer's allreduce_fusion that have come and gone between releases."""
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch: contiguous [tokens, hidden] tensors and the resolved flags. Unused outputs are None."""
+
+    pattern_code: int
+    allreduce_in: Tensor
+    one_shot: bool
+    launch_with_pdl: bool
+    completion_at_end: bool
+    fp32_acc: bool
+    allreduce_out: Tensor | None = None
+    residual: Tensor | None = None
+    residual_out: Tensor | None = None
+    norm_out: Tensor | None = None
+    gamma: Tensor | None = None
+    eps: float = 0.0
+    weight_bias: float = 0.0
+
+
+@cache
+def version() -> str | None:
+    """Version of the installed flashinfer-python, without importing it; None if there is none."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return None
+    try:
+        return importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def refusal() -> str | None:
+    """Why FlashInfer cannot be used here; None if it can."""
+    found = version()
+    if found is None:
+        return f"flashinfer-python is not installed; install flashinfer-python >= {REQUIRED}"
+    if torch.torch_version.TorchVersion(found) < REQUIRED:
+        return f"flashinfer-python {found} is too old; install flashinfer-python >= {REQUIRED}"
+    return None
+
+
+def build(announce: bool) -> None:
+    """Load the all-reduce kernels, compiling them if need be (minutes, once per machine).
+
+    Args:
+        announce: log a warning before a compilation starts; one rank does.
+
+    Raises:
+        RuntimeError: this FlashInfer lacks a parameter that a launch needs, or the compilation failed.
+    """
+    from flashinfer.comm import trtllm_ar
+    from flashinfer.jit.comm import gen_trtllm_comm_module
+
+    _check_signature()
+    if announce and not gen_trtllm_comm_module().is_compiled:
+        logger.warning(
+            "FlashInfer %s compiles its all-reduce kernels now, once for this machine: expect some minutes. "
+            "custom_ops.prepare() does it ahead of time.",
+            version(),
+        )
+    trtllm_ar.get_trtllm_comm_module()
+
+
+def _check_signature() -> None:
+    from flashinfer.comm import allreduce_fusion
+
+    missing = sorted(PARAMETERS - set(inspect.signature(allreduce_fusion).parameters))
+    if missing:
+        raise RuntimeError(f"flashinfer-python {version()}: allreduce_fusion has no parameter {missing}")
+
+
+def create(group: ProcessGroup, dtype: torch.dtype, capacity_bytes: int) -> Any:
+    """A FlashInfer workspace for messages of up to capacity_bytes; collective over exactly this group.
+
+    FlashInfer sizes it by a product, so one hidden size serves all.
+    """
+    from flashinfer.comm import create_allreduce_fusion_workspace
+
+    hidden = 1024
+    return create_allreduce_fusion_workspace(
+        backend="trtllm",
+        world_size=group.size(),
+        rank=group.rank(),
+        max_token_num=capacity_bytes // (hidden * dtype.itemsize),
+        hidden_dim=hidden,
+        dtype=dtype,
+        group=group,
+    )
+
+
+def suffices(workspace: Any, tokens: int, hidden: int, dtype: torch.dtype) -> bool:
+    """Whether the workspace itself says that it can serve this message."""
+    return bool(workspace.is_buffer_size_sufficient(workspace.world_size, tokens, hidden, dtype))
+
+
+def release(workspace: Any) -> None:
+    """Free a workspace, its entry in FlashInfer's own table of references included."""
+    from flashinfer.comm.trtllm_ar import trtllm_destroy_ipc_workspace_for_all_reduce_fusion
+
+    trtllm_destroy_ipc_workspace_for_all_reduce_fusion(workspace.ipc_handles)
+    workspace.destroy()
+
+
+def launch(workspace: Any, call: KernelCall) -> None:
+    """Run the kernel on the current stream."""
+    from flashinfer.comm import allreduce_fusion
+
+    allreduce_fusion(
+        input=call.allreduce_in,
+        workspace=workspace,
+        pattern=call.pattern_code,
+        launch_with_pdl=call.launch_with_pdl,
+        trigger_completion_at_end=call.completion_at_end,
+        # Patterns with a norm write no plain all-reduce, but FlashInfer would allocate a tensor for it.
+        output=call.allreduce_out if call.allreduce_out is not None else call.norm_out,
+        residual_out=call.residual_out,
+        norm_out=call.norm_out,
+        residual_in=call.residual,
+        rms_gamma=call.gamma,
+        rms_eps=call.eps,
+        use_oneshot=call.one_shot,
+        fp32_acc=call.fp32_acc,
+        weight_bias=call.weight_bias,
+    )
+

@@ -1,0 +1,62 @@
+"""Residual add and RMSNorm of one row per program, with the roundings of the fused kernel (Triton, CUDA only)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    gamma: Tensor | None,
+    eps: float,
+    weight_bias: float,
+    residual_out: Tensor,
+    norm_out: Tensor,
+) -> None:
+    """residual_out = x + residual; norm_out = rms_norm(residual_out) * (weight_bias + gamma).
+
+    All tensors but gamma, [hidden], are contiguous [tokens, hidden] of one dtype. An output may be an input. Without a
+    residual zero is added, without gamma the weight is one.
+    """
+    tokens, hidden = x.shape
+    block = triton.next_power_of_2(hidden)
+    _add_rms_norm[(tokens,)](
+        x,
+        x if residual is None else residual,
+        x if gamma is None else gamma,
+        residual_out,
+        norm_out,
+        hidden,
+        eps,
+        weight_bias,
+        HAS_RESIDUAL=residual is not None,
+        HAS_GAMMA=gamma is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+
+
+@triton.jit
+def _add_rms_norm(
+    x, residual, gamma, residual_out, norm_out, hidden, eps, weight_bias,
+    HAS_RESIDUAL: tl.constexpr, HAS_GAMMA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * hidden
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    total = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + start + columns, mask=inside, other=0.0).to(tl.float32)
+    else:
+        total += 0.0
+    rounded = total.to(residual_out.dtype.element_ty)
+    tl.store(residual_out + start + columns, rounded, mask=inside)
+    value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+    normed = value * scale
+    if HAS_GAMMA:
+        normed *= weight_bias + tl.load(gamma + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(norm_out + start + columns, normed.to(norm_out.dtype.element_ty), mask=inside)

@@ -1,0 +1,50 @@
+"""The same work without the fused kernel: the process group's own all-reduce, then add and norm."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from custom_ops import reference
+from custom_ops.arguments import Arguments
+
+
+def gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Every rank's contribution, in rank order."""
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return parts
+
+
+def all_reduce_into(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
+    """out = sum of x over the group, by its own all-reduce; x is left as it is unless out is x."""
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+    dist.all_reduce(out, group=group)
+
+
+def add_norm(args: Arguments, group: ProcessGroup) -> None:
+    """All-reduce, residual add and norm of checked CUDA arguments, with the kernel's roundings.
+
+    The sum over ranks is the process group's: between more than two ranks it may round at other places.
+    """
+    reduced = _buffer(args)
+    all_reduce_into(reduced, args.allreduce_in, group)
+    if args.norm_out is None:
+        args.residual_out.copy_(reference.add_residual(reduced, args.residual))
+        return
+    from custom_ops import norm_kernel
+
+    norm_kernel.add_rms_norm(
+        reduced, args.residual, args.gamma, args.eps, args.weight_bias, args.residual_out, args.norm_out
+    )
+
+
+def _buffer(args: Arguments) -> Tensor:
+    """An output that can hold the sum over ranks until the end: it must not be the residual, which is read later."""
+    for output in (args.norm_out, args.residual_out):
+        if output is not None and (args.residual is None or output.data_ptr() != args.residual.data_ptr()):
+            return output
+    return torch.empty_like(args.residual_out)

@@ -1,0 +1,108 @@
+"""The pass: recognise, decide, rewrite, report."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+from custom_ops import flashinfer_adapter
+from fusion_passes import collectives, compat, eligibility, reporting, rules, sites
+from fusion_passes.collectives import AllReduce
+from fusion_passes.config import FusionConfig
+from fusion_passes.environment import Environment
+from fusion_passes.reasons import NotFused
+from fusion_passes.reporting import SiteReport
+from fusion_passes.rewrite import rewrite
+from fusion_passes.sites import Site, Surroundings
+
+Decision = Site | NotFused
+
+
+class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc, valid-type]
+    """Rewrites all-reduce, residual add and RMSNorm into one op, in inference graphs.
+
+    It is a post-grad pass of Inductor; see fusion_passes.api for how to install it.
+    """
+
+    def __init__(self, config: FusionConfig | None = None, environment: Environment | None = None) -> None:
+        self.config = (config or FusionConfig()).resolved()
+        self.environment = environment or Environment()
+
+    def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
+        """Rewrite a graph in place; one without a site that fuses is left exactly as it is."""
+        nodes = collectives.find(graph)
+        if not nodes:
+            return
+        name = compat.graph_name()
+        inference = compat.is_inference_graph(graph) if is_inference is None else is_inference
+        decisions = self.decide(graph, nodes, inference)
+        reports = [self._verdict(node, name, decision) for node, decision in decisions]
+        fused = [decision for _, decision in decisions if isinstance(decision, Site)]
+        for site in fused:
+            world_size = self.environment.world_size(site.all_reduce.group)
+            rewrite(graph, site, rules.pick(site.residual is not None), world_size, self.config)
+        if fused:
+            stable_topological_sort(graph)
+            graph.lint()
+        reporting.publish(name, reports)
+
+    def decide(self, graph: Graph, nodes: list[Node], is_inference: bool) -> list[tuple[Node, Decision]]:
+        """A site or a reason for every all-reduce, in the order of the graph, which is not changed."""
+        if not self.config.fuse_allreduce_rms:
+            return [(node, NotFused("disabled", "fuse_allreduce_rms is off")) for node in nodes]
+        if not is_inference:
+            text = "the graph saves values for a backward pass; compile under torch.no_grad()"
+            return [(node, NotFused("training_graph", text)) for node in nodes]
+        around = Surroundings(graph)
+        claimed: set[Node] = set()
+        decisions: list[tuple[Node, Decision]] = []
+        # From the last: of two all-reduces that meet in one add, the later one is there when the norm starts.
+        for node in reversed(nodes):
+            decision = self._decide_one(node, around, claimed)
+            if isinstance(decision, Site):
+                claimed.add(decision.total)
+            decisions.insert(0, (node, decision))
+        return decisions
+
+    def _decide_one(self, node: Node, around: Surroundings, claimed: set[Node]) -> Decision:
+        found = collectives.recognise(node)
+        if not isinstance(found, AllReduce):
+            return found
+        site = sites.assemble(found, around, claimed)
+        if not isinstance(site, Site):
+            return site
+        question = eligibility.Question(site, self.config, self.environment, around.tainted)
+        return eligibility.refusal(question) or site
+
+    def _verdict(self, node: Node, graph: str, decision: Decision) -> SiteReport:
+        if isinstance(decision, Site):
+            return reporting.verdict(node, graph, rules.pick(decision.residual is not None).name)
+        return reporting.verdict(node, graph, decision)
+
+    def uuid(self) -> str:
+        """Changes with the sources, the configuration and the versions of torch and FlashInfer."""
+        parts = (_source_digest(), repr(self.config), compat.TORCH_VERSION, str(flashinfer_adapter.version()))
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@cache
+def _source_digest() -> str:
+    """Digest of the sources of both packages, wherever they are installed."""
+    digest = hashlib.sha256()
+    for path in _sources():
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources() -> Iterator[Path]:
+    for package in ("custom_ops", "fusion_passes"):
+        spec = find_spec(package)
+        assert spec is not None
+        for folder in spec.submodule_search_locations or ():
+            yield from sorted(Path(folder).rglob("*.py"))

@@ -1,0 +1,55 @@
+"""What the user asks for: one frozen dataclass and one environment variable."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from custom_ops import PDL_ADVANCE_LAUNCH_TOKENS
+
+ENVIRONMENT_FLAG = "FUSION_PASSES_FUSE_ALLREDUCE_RMS"
+
+
+@dataclass(frozen=True)
+class FusionConfig:
+    """Options of the pass.
+
+    Attributes:
+        fuse_allreduce_rms: the flag that turns the pass on. The environment variable FUSION_PASSES_FUSE_ALLREDUCE_RMS,
+            0 or 1, overrides it.
+        launch_with_pdl: launch the kernel with programmatic dependent launch.
+        fp32_acc: sum over ranks in float32 and round once.
+        pdl_advance_launch_tokens: largest number of tokens for which the kernel's successor may start early; 0 never.
+        max_token_num: largest number of tokens that runs fused; None leaves it to the limits of the device.
+        exact_rounding: leave alone the norms that the kernel rounds elsewhere than eager mode does (those that are
+            rounded before the weight is applied, as in Hugging Face's Llama).
+    """
+
+    fuse_allreduce_rms: bool = True
+    launch_with_pdl: bool = True
+    fp32_acc: bool = True
+    pdl_advance_launch_tokens: int = PDL_ADVANCE_LAUNCH_TOKENS
+    max_token_num: int | None = None
+    exact_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values that no call can honour."""
+        if self.pdl_advance_launch_tokens < 0:
+            raise ValueError(
+                f"pdl_advance_launch_tokens={self.pdl_advance_launch_tokens}: must be 0 (never early) or more"
+            )
+        if self.max_token_num is not None and self.max_token_num < 1:
+            raise ValueError(f"max_token_num={self.max_token_num}: must be 1 or more, or None for the device's limits")
+
+    def resolved(self) -> FusionConfig:
+        """This configuration with the environment's override applied.
+
+        Raises:
+            ValueError: the environment variable is neither 0 nor 1.
+        """
+        override = os.environ.get(ENVIRONMENT_FLAG, "")
+        if not override:
+            return self
+        if override not in ("0", "1"):
+            raise ValueError(f"{ENVIRONMENT_FLAG}={override!r}: must be 0 or 1")
+        return replace(self, fuse_allreduce_rms=override == "1")

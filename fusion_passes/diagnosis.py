@@ -1,0 +1,104 @@
+"""What stands between an all-reduce and a norm, in words: asked only when no site was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from fusion_passes.norms import CAST, Norm
+from fusion_passes.patterns import value
+from fusion_passes.reasons import NotFused
+
+aten = torch.ops.aten
+
+_NORM_PARTS = {aten.mean.dim, aten.var_mean.correction, aten.native_layer_norm.default, aten.rsqrt.default}
+_REACH = 32
+"""Nodes looked at in search of a norm of unknown form."""
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """A step that keeps a sum from its norm."""
+
+    code: str
+    applies: Callable[[Node], bool]
+    text: str
+
+
+def _is_scale(user: Node) -> bool:
+    return user.target is aten.mul.Tensor and _is_of_few(user, dims=0)
+
+
+def _is_bias(user: Node) -> bool:
+    return user.target is aten.add.Tensor and _is_of_few(user, dims=1)
+
+
+def _is_cast_to_add(user: Node) -> bool:
+    return user.target is CAST and any(after.target is aten.add.Tensor for after in user.users)
+
+
+def _is_mixed_add(user: Node) -> bool:
+    dtypes = {found.dtype for arg in user.all_input_nodes if (found := value(arg)) is not None}
+    return user.target is aten.add.Tensor and len(dtypes) > 1
+
+
+def _is_of_few(node: Node, dims: int) -> bool:
+    """Whether an operand of a binary operator is a number or a tensor of at most so many dimensions."""
+    operands = [value(arg) if isinstance(arg, Node) else None for arg in node.args[:2]]
+    return any(found is None or found.dim() <= dims for found in operands)
+
+
+BLOCKERS = (
+    Blocker("scale_between", _is_scale, "multiplies the sum before the residual is added"),
+    Blocker("bias_between", _is_bias, "adds a bias to the sum before the residual is added"),
+    Blocker("cast_between", _is_cast_to_add, "casts the sum before it is added"),
+    Blocker("residual_mismatch", _is_mixed_add, "adds the sum to a tensor of another type"),
+)
+"""Every known blocker, most specific first."""
+
+
+def explain(views: list[Node], norms: Mapping[Node, list[Norm]]) -> NotFused:
+    """Why no norm was reached from a sum.
+
+    Args:
+        views: the sum and its reshapes.
+        norms: the graph's norms by their input.
+    """
+    users = [user for view in views for user in view.users if user not in views]
+    for blocker in BLOCKERS:
+        for user in users:
+            if blocker.applies(user):
+                return NotFused(blocker.code, f"{_show(user)} {blocker.text}")
+    for add in users:
+        for second in add.users if add.target is aten.add.Tensor else ():
+            if second.target is aten.add.Tensor and second in norms:
+                return NotFused("sum_of_sums", f"{_show(add)} is added in turn in {second}, whose norm follows")
+    if part := _norm_part_near(users):
+        return NotFused("norm_not_recognised", f"{_show(part)} belongs to no known form of RMSNorm in float32")
+    found = ", ".join(_show(user) for user in users[:3]) or "nothing"
+    return NotFused("no_norm", f"the sum goes to {found}, and no norm of it is in this graph")
+
+
+def _norm_part_near(users: list[Node]) -> Node | None:
+    """Part of a norm that is reached from users through elementwise operators alone."""
+    frontier = list(dict.fromkeys(users))
+    for node in frontier:
+        if node.target in _NORM_PARTS:
+            return node
+        if len(frontier) < _REACH and _is_elementwise(node):
+            frontier += [user for user in node.users if user not in frontier]
+    return None
+
+
+def _is_elementwise(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    return torch.Tag.pointwise in node.target.tags or node.target in (CAST, aten.reshape.default)
+
+
+def _show(node: Node) -> str:
+    return f"{node} ({node.target})"

@@ -1,0 +1,179 @@
+"""The one check that every site passes, whatever its rule: a table of questions, the first no is the reason.
+
+Every answer rests on the graph, the configuration, and facts that are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from custom_ops import domain, limits
+from fusion_passes.config import FusionConfig
+from fusion_passes.environment import Environment
+from fusion_passes.patterns import same_shape, value
+from fusion_passes.reasons import NotFused
+from fusion_passes.sites import Site
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a check sees: the site, its tensors, and where it will run."""
+
+    site: Site
+    config: FusionConfig
+    environment: Environment
+    tainted: set[Node]
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The contribution of this rank."""
+        found = value(self.site.all_reduce.input)
+        assert found is not None
+        return found
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The weight of the norm."""
+        return None if self.site.norm.weight is None else value(self.site.norm.weight)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group; 0 where it is unknown."""
+        return self.environment.world_size(self.site.all_reduce.group)
+
+
+def _reduce_op(q: Question) -> str | None:
+    op = q.site.all_reduce.reduce_op
+    return None if op == "sum" else f"the reduction is {op!r}; the kernel sums"
+
+
+def _group_not_static(q: Question) -> str | None:
+    group = q.site.all_reduce.group
+    return None if isinstance(group, str) else f"the process group is {group!r}, not a name"
+
+
+def _group_unknown(q: Question) -> str | None:
+    return None if q.world_size else f"process group {q.site.all_reduce.group!r} does not exist on this rank"
+
+
+def _single_rank(q: Question) -> str | None:
+    return None if q.world_size != 1 else f"process group {q.site.all_reduce.group!r} has one rank; nothing to reduce"
+
+
+def _hidden_not_static(q: Question) -> str | None:
+    hidden = q.x.shape[-1] if q.x.dim() else 0
+    return None if isinstance(hidden, int) else f"the hidden size is {hidden}; it must be constant"
+
+
+def _dtype(q: Question) -> str | None:
+    allowed = ", ".join(map(str, domain.DTYPES))
+    return None if q.x.dtype in domain.DTYPES else f"activations of {q.x.dtype}; the kernel serves {allowed}"
+
+
+def _residual_mismatch(q: Question) -> str | None:
+    total = value(q.site.total)
+    for node in (q.site.residual, q.site.norm.x):
+        other = None if node is None else value(node)
+        if other is not None and (other.dtype != q.x.dtype or other.device != q.x.device):
+            return f"{node} is {other.dtype} on {other.device}, the sum {q.x.dtype} on {q.x.device}"
+    result = value(q.site.all_reduce.result)
+    if total is None or result is None or result.dtype != q.x.dtype or not same_shape(result, q.x):
+        return f"{q.site.all_reduce.result} does not look like its input"
+    return None
+
+
+def _weight_mismatch(q: Question) -> str | None:
+    weight = q.weight
+    if weight is None or (weight.dtype == q.x.dtype and weight.device == q.x.device):
+        return None
+    return f"weight of {weight.dtype} on {weight.device}, activations of {q.x.dtype} on {q.x.device}"
+
+
+def _weight_depends(q: Question) -> str | None:
+    for node in (q.site.norm.weight, q.site.norm.eps):
+        if isinstance(node, Node) and node in q.tainted:
+            return f"{node} depends on an all-reduce, so it may not be there when the kernel starts"
+    return None
+
+
+def _eps(q: Question) -> str | None:
+    eps = q.site.norm.eps
+    if isinstance(eps, Node):
+        found = value(eps)
+        on_host = found is not None and found.device.type == "cpu"
+        return None if on_host else f"epsilon is {eps} on a device; reading it would wait for the device"
+    return None if math.isfinite(eps) else f"epsilon is {eps}"
+
+
+def _rounding(q: Question) -> str | None:
+    if not (q.config.exact_rounding and q.site.norm.rounds_before_weight):
+        return None
+    return "the norm is rounded before its weight; the kernel rounds after it, and exact_rounding is set"
+
+
+def _device(q: Question) -> str | None:
+    return q.environment.device_refusal(q.x.device)
+
+
+def _flashinfer(q: Question) -> str | None:
+    return q.environment.flashinfer_refusal(q.x.device)
+
+
+def _kernel_domain(q: Question) -> str | None:
+    return None if q.x.device.type == "cpu" else domain.shape_refusal(q.x.shape[-1], q.x.dtype, q.world_size)
+
+
+def _max_token_num(q: Question) -> str | None:
+    tokens, most = _static_tokens(q.x), q.config.max_token_num
+    return f"{tokens} tokens, max_token_num is {most}" if most is not None and tokens > most else None
+
+
+def _above_limit(q: Question) -> str | None:
+    tokens, found = _static_tokens(q.x), q.environment.limits(q.x.device, q.world_size)
+    if found is None or not tokens:
+        return None
+    strategy = limits.choose(found, tokens, q.x.shape[-1], q.x.dtype.itemsize, q.world_size)
+    if strategy is not limits.Strategy.UNFUSED:
+        return None
+    size = tokens * q.x.shape[-1] * q.x.dtype.itemsize
+    return f"{tokens} tokens are {size} bytes, fusion pays up to {found.two_shot_bytes} ({found.source})"
+
+
+def _static_tokens(x: torch.Tensor) -> int:
+    """Rows of a tensor; 0 where they are not known at compile time."""
+    tokens = math.prod(x.shape[:-1])
+    return tokens if isinstance(tokens, int) else 0
+
+
+CHECKS: tuple[tuple[str, Callable[[Question], str | None]], ...] = (
+    ("reduce_op", _reduce_op),
+    ("group_not_static", _group_not_static),
+    ("group_unknown", _group_unknown),
+    ("single_rank", _single_rank),
+    ("hidden_not_static", _hidden_not_static),
+    ("dtype", _dtype),
+    ("residual_mismatch", _residual_mismatch),
+    ("weight_mismatch", _weight_mismatch),
+    ("weight_depends", _weight_depends),
+    ("eps", _eps),
+    ("rounding", _rounding),
+    ("device", _device),
+    ("flashinfer", _flashinfer),
+    ("kernel_domain", _kernel_domain),
+    ("max_token_num", _max_token_num),
+    ("above_limit", _above_limit),
+)
+"""Every check with its code, in the order in which they are asked."""
+
+
+def refusal(question: Question) -> NotFused | None:
+    """The first reason against fusing a site; None if there is none."""
+    for code, check in CHECKS:
+        if text := check(question):
+            return NotFused(code, text)
+    return None

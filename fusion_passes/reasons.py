@@ -1,0 +1,55 @@
+"""Why a site did not fuse: a short fixed code and a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CODES: dict[str, str] = {
+    "disabled": "the flag fuse_allreduce_rms is off",
+    "training_graph": "the graph saves values for a backward pass",
+    "collective_form": "not one functional all-reduce with one wait",
+    "reduce_op": "the reduction is not a sum",
+    "group_not_static": "the process group is no name at compile time",
+    "group_unknown": "the process group does not exist on this rank",
+    "single_rank": "the process group has one rank",
+    "no_norm": "no norm follows the all-reduce in this graph",
+    "norm_not_recognised": "a norm follows, but no RMSNorm in float32 over the last dimension",
+    "cast_between": "the sum is cast before it is added or normed",
+    "scale_between": "the sum is multiplied before it is added or normed",
+    "bias_between": "a bias is added before the residual",
+    "sum_of_sums": "the sum is added to another tensor, and that to the residual",
+    "norm_shared": "another all-reduce already fuses into the norm that follows",
+    "sum_used": "the sum itself is used besides the residual add",
+    "weight_depends": "the weight or epsilon of the norm depends on an all-reduce",
+    "dtype": "the type of the activations",
+    "residual_mismatch": "residual and sum differ in type, shape or device",
+    "weight_mismatch": "the weight of the norm has another type or device than the activations",
+    "hidden_not_static": "the hidden size is not known at compile time",
+    "eps": "epsilon is not a finite number on the CPU",
+    "rounding": "exact_rounding asks for the roundings of eager mode, and this form rounds elsewhere",
+    "device": "the device cannot run the kernel",
+    "flashinfer": "FlashInfer is not there or too old",
+    "kernel_domain": "the kernel does not serve this world size or hidden size",
+    "above_limit": "the message is above the size up to which fusion pays",
+    "max_token_num": "more tokens than max_token_num",
+}
+"""Every code, with what it means."""
+
+
+@dataclass(frozen=True)
+class NotFused:
+    """Why a site stays as it is.
+
+    Attributes:
+        code: one of CODES.
+        text: the sentence for this site, with its numbers.
+    """
+
+    code: str
+    text: str
+
+    def __post_init__(self) -> None:
+        assert self.code in CODES, self.code
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.text}"

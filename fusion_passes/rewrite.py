@@ -1,0 +1,141 @@
+"""One site becomes one call of the fused op. Nothing here decides anything."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch.fx import Graph, Node
+
+import custom_ops  # noqa: F401  registers the op
+from custom_ops.pattern_codes import PATTERNS
+from fusion_passes.config import FusionConfig
+from fusion_passes.patterns import bind, value
+from fusion_passes.rules import Rule
+from fusion_passes.sites import Site
+
+aten = torch.ops.aten
+FUSED_OP = torch.ops.custom_ops.call_trtllm_fused_allreduce_norm.default
+
+
+def rewrite(graph: Graph, site: Site, rule: Rule, world_size: int, config: FusionConfig) -> Node:
+    """Replace a site by the fused op and return the node of its call.
+
+    The op writes into fresh buffers and stays functional until Inductor reinplaces it, so that every later pass sees a
+    functional graph. The graph may need a topological sort afterwards: a weight computed behind the add now comes
+    before it.
+
+    Args:
+        graph: the graph of the site.
+        site: what to replace.
+        rule: how.
+        world_size: ranks of the group.
+        config: flags of the call.
+    """
+    shape_like = site.all_reduce.input if site.residual is None else site.residual
+    builder = _Builder(graph, site)
+    with graph.inserting_before(site.total):
+        buffers = {name: builder.empty_like(shape_like) for name in sorted(PATTERNS[rule.pattern_code].outputs)}
+        call = builder.call(_arguments(site, rule, world_size, config), buffers)
+        outputs = {name: builder.item(call, 1 + index) for index, name in enumerate(buffers)}
+    with graph.inserting_before(site.norm.out):
+        norm = builder.reshaped_like(outputs["norm_out"], site)
+    site.norm.out.replace_all_uses_with(norm)
+    site.total.replace_all_uses_with(outputs["residual_out"])
+    _erase_dead(graph, site)
+    return call
+
+
+def _arguments(site: Site, rule: Rule, world_size: int, config: FusionConfig) -> dict[str, Any]:
+    """Arguments of the op by name, but for its outputs."""
+    eps = site.norm.eps
+    return {
+        "allreduce_in": site.all_reduce.input,
+        "residual": site.residual,
+        "rms_gamma": site.norm.weight,
+        "rms_eps": 0.0 if isinstance(eps, Node) else float(eps),
+        "world_size": world_size,
+        "launch_with_pdl": config.launch_with_pdl,
+        "fp32_acc": config.fp32_acc,
+        "max_token_num": config.max_token_num or 0,
+        "pattern_code": rule.pattern_code,
+        "scale_factor": None,
+        "group_name": site.all_reduce.group,
+        "weight_bias": site.norm.weight_bias,
+        "rms_eps_tensor": eps if isinstance(eps, Node) else None,
+        "pdl_advance_launch_tokens": config.pdl_advance_launch_tokens,
+    }
+
+
+class _Builder:
+    """Makes nodes that carry what later passes look at: the fake value, the stack trace and the module path."""
+
+    def __init__(self, graph: Graph, site: Site) -> None:
+        self.graph = graph
+        self.origin = site.norm.out
+        found = value(site.all_reduce.result)
+        assert found is not None
+        self.fake_mode = found.fake_mode  # type: ignore[attr-defined]
+
+    def empty_like(self, like: Node) -> Node:
+        """A contiguous buffer of the shape and type of a node."""
+        return self._node(aten.empty_like.default, (like,), {"memory_format": torch.contiguous_format})
+
+    def item(self, of: Node, index: int) -> Node:
+        """One output of a call."""
+        return self._node(operator.getitem, (of, index), {}, of.meta["val"][index])
+
+    def call(self, arguments: dict[str, Any], buffers: dict[str, Node]) -> Node:
+        """The functional form of the fused op; its outputs are those of the op (none), then the buffers."""
+        places = {name: index for index, name in enumerate(buffers)}
+        kwargs = dict(arguments)
+        for argument in FUSED_OP._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                kwargs[f"_{argument.name}_base_index"] = places.get(argument.name)
+        kwargs["_all_bases"] = list(buffers.values())
+        vals = (None, *(buffer.meta["val"] for buffer in buffers.values()))
+        node = self._node(auto_functionalized_v2, (FUSED_OP,), kwargs, vals)
+        # What the op would see in eager mode: Inductor lays its inputs out like this.
+        eager = torch.fx.map_arg(kwargs, self._contiguous)  # type: ignore[arg-type]
+        node.meta["eager_input_vals"] = ((FUSED_OP,), eager)
+        return node
+
+    def reshaped_like(self, norm: Node, site: Site) -> Node:
+        """The norm output in the shape of the norm that it replaces."""
+        shaped = site.norm.x
+        if shaped is site.total:
+            return norm
+        (_, _), (size, _) = bind(shaped)
+        return self._node(aten.reshape.default, (norm, size), {})
+
+    def _contiguous(self, node: Node) -> Any:
+        found = value(node)
+        with self.fake_mode:
+            return node.meta["val"] if found is None else found.contiguous()
+
+    def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any = None) -> Node:
+        node = self.graph.call_function(target, args, kwargs)
+        if val is None:
+            fakes = torch.fx.map_arg(args, lambda arg: arg.meta["val"])
+            with self.fake_mode:
+                val = target(*fakes, **kwargs)
+        node.meta["val"] = val
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in self.origin.meta:
+                node.meta[key] = self.origin.meta[key]
+        return node
+
+
+def _erase_dead(graph: Graph, site: Site) -> None:
+    """Remove what the op replaced, and what only that needed."""
+    own = (site.all_reduce.node, site.all_reduce.result)
+    pending = [site.norm.out, site.total]
+    while pending:
+        node = pending.pop()
+        if node.users or node.op != "call_function" or node._erased or (node.is_impure() and node not in own):
+            continue
+        pending += node.all_input_nodes
+        graph.erase_node(node)

@@ -1,0 +1,113 @@
+"""From an all-reduce to the norm that follows it: the site of a fusion, or why there is none. Changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion_passes import collectives, diagnosis, norms
+from fusion_passes.collectives import AllReduce
+from fusion_passes.norms import Norm
+from fusion_passes.patterns import bind, same_shape, same_size, value
+from fusion_passes.reasons import NotFused
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Site:
+    """An all-reduce, the residual added to its sum if any, and the norm of that.
+
+    Attributes:
+        all_reduce: the collective.
+        addend: the sum, or the view of it that is added to a residual; None where nothing is added.
+        total: the node that stands for the new residual: the add, or the sum.
+        norm: the norm of total, or of a view of it.
+    """
+
+    all_reduce: AllReduce
+    addend: Node | None
+    total: Node
+    norm: Norm
+
+    @property
+    def residual(self) -> Node | None:
+        """What is added to the sum; read from the graph, where an earlier rewrite may have replaced it."""
+        return None if self.addend is None else other_addend(self.total, self.addend)
+
+
+class Surroundings:
+    """What one graph offers to its all-reduces, found in one walk.
+
+    Attributes:
+        norms: norms by their input.
+        tainted: nodes that depend on an all-reduce.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.norms = norms.find(graph)
+        self.tainted: set[Node] = set()
+        for node in graph.nodes:
+            if node.target in collectives.TARGETS or any(arg in self.tainted for arg in node.all_input_nodes):
+                self.tainted.add(node)
+
+
+def assemble(all_reduce: AllReduce, around: Surroundings, claimed: set[Node]) -> Site | NotFused:
+    """The site of an all-reduce.
+
+    Args:
+        all_reduce: where to begin.
+        around: the graph's norms.
+        claimed: totals that already belong to a site.
+    """
+    views = views_of(all_reduce.result)
+    if norm := _norm_of(views, around):
+        return Site(all_reduce, None, all_reduce.result, norm)
+    for view in views:
+        for add in view.users:
+            norm = _norm_of(views_of(add), around)
+            if norm is None or other_addend(add, view) is None:
+                continue
+            if add in claimed:
+                return NotFused("norm_shared", f"a later all-reduce, also added in {add}, takes the norm {norm.out}")
+            if use := _other_use(views, add):
+                return NotFused("sum_used", f"besides {add}, {use} uses the sum, which no output of the kernel holds")
+            return Site(all_reduce, view, add, norm)
+    return diagnosis.explain(views, around.norms)
+
+
+def views_of(node: Node) -> list[Node]:
+    """A node and its reshapes that keep the last dimension, reshapes of reshapes included."""
+    found = [node]
+    for view in found:
+        source = value(view)
+        for user in view.users:
+            target = value(user)
+            if user.target is aten.reshape.default and source is not None and target is not None and target.dim():
+                if source.dim() and same_size(target.shape[-1], source.shape[-1]):
+                    found.append(user)
+    return found
+
+
+def other_addend(node: Node, addend: Node) -> Node | None:
+    """The tensor that a node adds to addend; None unless both and the result have one shape and type."""
+    if node.target is not aten.add.Tensor:
+        return None
+    (left, _), (right, _), (alpha, _) = bind(node)
+    other = right if left is addend else left
+    if alpha != 1 or other is addend or not isinstance(other, Node):
+        return None
+    mine, its, result = value(addend), value(other), value(node)
+    if mine is None or its is None or result is None or not mine.dtype == its.dtype == result.dtype:
+        return None
+    return other if same_shape(mine, its) and same_shape(mine, result) else None
+
+
+def _norm_of(views: list[Node], around: Surroundings) -> Norm | None:
+    return next((norm for view in views for norm in around.norms.get(view, ())), None)
+
+
+def _other_use(views: list[Node], add: Node) -> Node | None:
+    return next((user for view in views for user in view.users if user is not add and user not in views), None)
