@@ -1,0 +1,1 @@
+"""Measurements on the user's machine: fused against stock torch.compile."""

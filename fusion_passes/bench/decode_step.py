@@ -1,0 +1,135 @@
+"""One decoding step of a Llama-shaped tensor-parallel stack under CUDA graphs, fused against stock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusion_passes
+from fusion_passes.bench.timing import Timing, per_call, slowest
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the whole model; the default is one of Llama 3.1 8B with fewer layers."""
+
+    hidden: int = 4096
+    intermediate: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    layers: int = 8
+    context: int = 512
+
+
+class Block(nn.Module):
+    """This rank's share of one decoder layer, with a full key-value cache of fixed length."""
+
+    def __init__(self, shape: Shape, batch: int, ranks: int) -> None:
+        super().__init__()
+        self.head = shape.hidden // shape.heads
+        self.heads, self.kv_heads = shape.heads // ranks, shape.kv_heads // ranks
+        self.input_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.qkv = nn.Linear(shape.hidden, (self.heads + 2 * self.kv_heads) * self.head, bias=False)
+        self.out = nn.Linear(self.heads * self.head, shape.hidden, bias=False)
+        self.post_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
+        self.gate_up = nn.Linear(shape.hidden, 2 * shape.intermediate // ranks, bias=False)
+        self.down = nn.Linear(shape.intermediate // ranks, shape.hidden, bias=False)
+        cache = (2, batch, self.kv_heads, shape.context, self.head)
+        self.register_buffer("cache", torch.randn(cache))
+
+    def forward(self, normed: Tensor, residual: Tensor, angles: Tensor, next_norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """(norm for the next layer, residual) of a step of [batch, hidden]."""
+        batch = normed.shape[0]
+        qkv = self.qkv(normed).view(batch, -1, 1, self.head)
+        query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        query, key = _rotate(query, angles), _rotate(key, angles)
+        cache: Tensor = self.cache  # type: ignore[assignment]
+        keys = torch.cat([cache[0, :, :, 1:], key], dim=2)
+        values = torch.cat([cache[1, :, :, 1:], value], dim=2)
+        attended = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+        residual = residual + _all_reduce(self.out(attended.reshape(batch, -1)))
+        gate, up = self.gate_up(self.post_norm(residual)).chunk(2, dim=-1)
+        residual = residual + _all_reduce(self.down(F.silu(gate) * up))
+        return next_norm(residual), residual
+
+
+class Stack(nn.Module):
+    """This rank's share of some decoder layers."""
+
+    def __init__(self, shape: Shape, batch: int, ranks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(shape, batch, ranks) for _ in range(shape.layers))
+        self.final_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Hidden states of a step of [batch, hidden]."""
+        blocks = list(self.layers)
+        normed, residual = blocks[0].input_norm(x), x  # type: ignore[operator]
+        for index, block in enumerate(blocks):
+            following = blocks[index + 1].input_norm if index + 1 < len(blocks) else self.final_norm
+            normed, residual = block(normed, residual, angles, following)
+        return normed  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Microseconds per layer of one decoding step.
+
+    Attributes:
+        batch: sequences.
+        stock: torch.compile.
+        fused: torch.compile with the pass.
+        sites: all-reduces that were fused.
+        max_difference: largest difference of an output value between the two.
+    """
+
+    batch: int
+    stock: Timing
+    fused: Timing
+    sites: int
+    max_difference: float
+
+
+def measure(batch: int, shape: Shape | None = None) -> Step:
+    """Measure one batch size on the current GPUs; collective over the default group."""
+    shape = shape or Shape()
+    torch.manual_seed(dist.get_rank())
+    with torch.device("cuda"), torch.inference_mode():
+        stack = Stack(shape, batch, dist.get_world_size()).to(torch.bfloat16)
+        torch.manual_seed(1)
+        x = torch.randn(batch, shape.hidden).to(torch.bfloat16)
+        angles = torch.rand(stack.layers[0].head // 2)  # type: ignore[arg-type, union-attr, operator]
+        fusion_passes.reset_report()
+        fused, after = _time(stack, x, angles, fusion_passes.options())
+        sites = sum(site.fused for site in fusion_passes.report())
+        stock, before = _time(stack, x, angles, {})
+    difference = (after.float() - before.float()).abs().max().item()
+    return Step(batch, _per_layer(stock, shape), _per_layer(fused, shape), sites, difference)
+
+
+def _time(stack: Stack, x: Tensor, angles: Tensor, options: dict[str, Any]) -> tuple[Timing, Tensor]:
+    torch._dynamo.reset()
+    compiled = torch.compile(stack, fullgraph=True, dynamic=False, options=options or None)
+    for _ in range(3):
+        result = compiled(x, angles)
+    return slowest(per_call(lambda: compiled(x, angles), calls=5)), result
+
+
+def _per_layer(timing: Timing, shape: Shape) -> Timing:
+    return Timing(timing.median / shape.layers, timing.low / shape.layers, timing.high / shape.layers)
+
+
+def _all_reduce(x: Tensor) -> Tensor:
+    return funcol.all_reduce(x, "sum", dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

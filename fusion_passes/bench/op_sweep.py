@@ -1,0 +1,81 @@
+"""One all-reduce, add and RMSNorm, by message size: torch.compile with the pass against torch.compile without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+import custom_ops
+import fusion_passes
+from fusion_passes.bench.timing import Timing, per_call, slowest
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size. Times in microseconds per call.
+
+    Attributes:
+        tokens: rows.
+        hidden: elements of a row.
+        fused: compiled with the pass.
+        stock: compiled without, from the same function; torch.compile copies its input before NCCL reduces in place.
+        stock_in_place: compiled without, reducing its input in place: no copy.
+        strategy: how the fused op ran.
+    """
+
+    tokens: int
+    hidden: int
+    fused: Timing
+    stock: Timing
+    stock_in_place: Timing
+    strategy: str
+
+
+def sweep(hidden: int, tokens: Sequence[int] = TOKENS, dtype: torch.dtype = torch.bfloat16) -> list[Point]:
+    """Measure all sizes on the current GPUs; collective over the default group."""
+    return [_measure(count, hidden, dtype) for count in tokens]
+
+
+def _measure(tokens: int, hidden: int, dtype: torch.dtype) -> Point:
+    x, residual = (torch.randn(tokens, hidden, device="cuda", dtype=dtype) for _ in range(2))
+    norm = torch.nn.RMSNorm(hidden, device="cuda", dtype=dtype)
+    world = dist.group.WORLD
+
+    def functional(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + funcol.all_reduce(x, "sum", world)  # type: ignore[arg-type]
+        return norm(total), total
+
+    def in_place(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        dist.all_reduce(x)
+        total = residual + x
+        return norm(total), total
+
+    calls = 20 if tokens <= 1024 else 5
+    with torch.inference_mode():
+        custom_ops.reset_launches()
+        fused = _time(functional, x, residual, calls, fusion_passes.options())
+        strategies = {launch.strategy.value for launch in custom_ops.launches()}
+        stock = _time(functional, x, residual, calls, {})
+        stock_in_place = _time(in_place, x, residual, calls, {})
+    return Point(tokens, hidden, fused, stock, stock_in_place, "/".join(sorted(strategies)) or "not rewritten")
+
+
+def _time(
+    fn: Callable[[Tensor, Tensor], Any], x: Tensor, residual: Tensor, calls: int, options: dict[str, Any]
+) -> Timing:
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, fullgraph=True, dynamic=False, options=options or None)
+    source = x.clone()
+    for _ in range(3):
+        compiled(x, residual)
+    timing = per_call(lambda: compiled(x, residual), calls, before_replay=lambda: x.copy_(source))
+    x.copy_(source)
+    return slowest(timing)
