@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
@@ -66,6 +69,13 @@ def graph_name() -> str:
         return str(get_aot_graph_name())
     except (ImportError, LookupError, RuntimeError, AttributeError):
         return "graph"
+
+
+@contextmanager
+def without_caches() -> Iterator[None]:
+    """Compile anew inside: a graph from a cache runs no pass and adds no verdicts."""
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
 
 
 TORCH_VERSION = str(torch.__version__)

@@ -28,7 +28,8 @@ class Point:
         fused: compiled with the pass.
         stock: compiled without, from the same function; torch.compile copies its input before NCCL reduces in place.
         stock_in_place: compiled without, reducing its input in place: no copy.
-        strategy: how the fused op ran.
+        strategy: how the fused op ran; "not rewritten" where the pass left the all-reduce alone.
+        itemsize: bytes of an element.
     """
 
     tokens: int
@@ -37,6 +38,12 @@ class Point:
     stock: Timing
     stock_in_place: Timing
     strategy: str
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message."""
+        return self.tokens * self.hidden * self.itemsize
 
 
 def sweep(hidden: int, tokens: Sequence[int] = TOKENS, dtype: torch.dtype = torch.bfloat16) -> list[Point]:
@@ -62,10 +69,10 @@ def _measure(tokens: int, hidden: int, dtype: torch.dtype) -> Point:
     with torch.inference_mode():
         custom_ops.reset_launches()
         fused = _time(functional, x, residual, calls, fusion_passes.options())
-        strategies = {launch.strategy.value for launch in custom_ops.launches()}
+        ran = "/".join(sorted(launch.strategy.value for launch in custom_ops.launches())) or "not rewritten"
         stock = _time(functional, x, residual, calls, {})
         stock_in_place = _time(in_place, x, residual, calls, {})
-    return Point(tokens, hidden, fused, stock, stock_in_place, "/".join(sorted(strategies)) or "not rewritten")
+    return Point(tokens, hidden, fused, stock, stock_in_place, ran, dtype.itemsize)
 
 
 def _time(

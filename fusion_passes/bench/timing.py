@@ -10,6 +10,11 @@ import torch
 import torch.distributed as dist
 
 
+WARMUP = 3
+HOST_LEAD_CYCLES = 2_000_000
+"""About a millisecond: enough for the host to queue a replay."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """Microseconds per call: the median over replays, and the quartiles around it."""
@@ -24,7 +29,8 @@ def per_call(
 ) -> Timing:
     """Time of fn(), captured `calls` times into one CUDA graph that is replayed.
 
-    All ranks of the default group take part; a barrier aligns them before each replay.
+    All ranks of the default group take part. Before each replay the device waits until the host has queued everything,
+    and then for the other ranks, so that neither counts.
 
     Args:
         fn: work to capture; already warm.
@@ -33,22 +39,24 @@ def per_call(
         before_replay: work outside of the timing, such as restoring inputs.
     """
     graph = torch.cuda.CUDAGraph()
+    aligned = torch.zeros(1, device="cuda")
+    dist.all_reduce(aligned)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         for _ in range(calls):
             fn()
     samples = []
-    for index in range(replays + 3):
+    for index in range(replays + WARMUP):
         if before_replay is not None:
             before_replay()
-        dist.barrier()
-        torch.cuda.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(HOST_LEAD_CYCLES)
+        dist.all_reduce(aligned)
         start.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        if index >= 3:
+        if index >= WARMUP:
             samples.append(start.elapsed_time(end) * 1000 / calls)
     low, median, high = statistics.quantiles(samples, n=4)
     return Timing(median, low, high)

@@ -1,0 +1,1 @@
+"""The command line: typer for the arguments, rich for what it shows."""
