@@ -56,7 +56,7 @@ DEFAULTS: dict[int, Limits] = {
 }
 """Conservative limits by world size, for devices that nobody has measured."""
 
-NONE = Limits(0, 0, "no kernel for this world size")
+NONE = Limits(0, 0, "nothing runs fused")
 
 
 @cache

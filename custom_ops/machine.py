@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -56,8 +57,13 @@ def shortage(device: torch.device, nbytes: int) -> str | None:
     return f"the workspace needs {nbytes >> 20} MiB and {free >> 20} MiB are free" if free < nbytes else None
 
 
+def capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def attempt(step: Callable[[], None], device: torch.device) -> str | None:
-    """Run a step in a thread of its own, and say what it raised; None if nothing.
+    """Run a step and what it starts on the device in a thread of its own, and say what it raised; None if nothing.
 
     Whoever warms up or captures a CUDA graph sends the allocations of its thread to the graph's pool, where nothing
     that outlives the graph may lie.
@@ -66,8 +72,10 @@ def attempt(step: Callable[[], None], device: torch.device) -> str | None:
 
     def run() -> None:
         try:
-            with torch.cuda.device(device):
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 step()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
         except Exception as error:  # whatever a peer must hear of before it waits for this rank
             problems.append(f"{type(error).__name__}: {error}")
 

@@ -196,7 +196,6 @@ def _make(
     def create() -> None:
         handle = flashinfer_adapter.create(group, dtype, capacity)
         made.append(Workspace(capacity, handle, torch.zeros(capacity, dtype=torch.uint8, device=device)))
-        torch.cuda.synchronize(device)
 
     steps = {
         "build": lambda: flashinfer_adapter.build(announce=group.rank() == 0),
@@ -218,7 +217,7 @@ def _explain(group: ProcessGroup, problem: str | None) -> None:
 
 
 def _refuse_in_capture(cause: str) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if machine.capturing():
         raise RuntimeError(
             f"{cause} needs an all-reduce workspace, which cannot be made while a CUDA graph is captured: run one step "
             "before the capture, or call custom_ops.prepare(group_name, hidden_size=..., max_token_num=...)"

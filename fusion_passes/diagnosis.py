@@ -16,6 +16,7 @@ from fusion_passes.reasons import NotFused
 aten = torch.ops.aten
 
 _NORM_PARTS = {aten.mean.dim, aten.var_mean.correction, aten.native_layer_norm.default, aten.rsqrt.default}
+_PASSED = {CAST, aten.reshape.default, aten.sum.dim_IntList}
 _REACH = 32
 """Nodes looked at in search of a norm of unknown form."""
 
@@ -84,20 +85,20 @@ def explain(views: list[Node], norms: Mapping[Node, list[Norm]]) -> NotFused:
 
 
 def _norm_part_near(users: list[Node]) -> Node | None:
-    """Part of a norm that is reached from users through elementwise operators alone."""
+    """Part of a norm that is reached from users through elementwise operators and sums alone."""
     frontier = list(dict.fromkeys(users))
     for node in frontier:
         if node.target in _NORM_PARTS:
             return node
-        if len(frontier) < _REACH and _is_elementwise(node):
+        if len(frontier) < _REACH and _is_passed(node):
             frontier += [user for user in node.users if user not in frontier]
     return None
 
 
-def _is_elementwise(node: Node) -> bool:
+def _is_passed(node: Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
-    return torch.Tag.pointwise in node.target.tags or node.target in (CAST, aten.reshape.default)
+    return torch.Tag.pointwise in node.target.tags or node.target in _PASSED
 
 
 def _show(node: Node) -> str:

@@ -30,7 +30,9 @@ def _line(node: Node) -> str:
     if node.op == "placeholder":
         return left
     arguments = [_show(arg) for arg in node.args]
-    arguments += [f"{key}={_show(arg)}" for key, arg in node.kwargs.items() if not key.endswith(_HOP_NOISE)]
+    arguments += [
+        f"{key}={_show(arg)}" for key, arg in node.kwargs.items() if arg is not None and not key.endswith(_HOP_NOISE)
+    ]
     return f"{left} = {_name(node.target)}({', '.join(arguments)})"
 
 

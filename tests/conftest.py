@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import custom_ops
 import fusion_passes
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +33,32 @@ def fake_group() -> Iterator[str]:
     assert world is not None
     yield world.group_name
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def gloo_pool() -> Iterator[dict[int, Ranks]]:
+    """Process groups of gloo ranks that stay up for the whole run, by world size."""
+    pools: dict[int, Ranks] = {}
+    yield pools
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture
+def ranks(gloo_pool: dict[int, Ranks]) -> Ranks:
+    """A real process group of two gloo ranks."""
+    return start(gloo_pool, 2)
+
+
+@pytest.fixture
+def four_ranks(gloo_pool: dict[int, Ranks]) -> Ranks:
+    """A real process group of four gloo ranks."""
+    return start(gloo_pool, 4)
+
+
+def start(pools: dict[int, Ranks], world_size: int, backend: str = "gloo") -> Ranks:
+    """The pool of a size; a new one where a failed test has ended it."""
+    pool = pools.get(world_size)
+    if pool is None or not pool.alive:
+        pool = pools[world_size] = Ranks(world_size, backend)
+    return pool

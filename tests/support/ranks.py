@@ -69,7 +69,7 @@ class Ranks:
                 continue
             try:
                 ok, value = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 problems.append(f"rank {rank} ended, exit code {self._processes[rank].exitcode}")
                 continue
             results.append(value)
@@ -79,6 +79,7 @@ class Ranks:
             # The ranks may be out of step with each other: the next test gets new ones.
             for process in self._processes:
                 process.kill()
+                process.join()
             raise RankError("\n".join(problems))
         return results
 
@@ -94,6 +95,9 @@ def _serve(pipe: Connection, backend: str, address: str, rank: int, world_size: 
     import torch
     import torch.distributed as dist
 
+    import custom_ops
+    import fusion_passes
+
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -104,10 +108,10 @@ def _serve(pipe: Connection, backend: str, address: str, rank: int, world_size: 
         try:
             torch.manual_seed(rank)
             torch._dynamo.reset()
+            custom_ops.reset_launches()
+            fusion_passes.reset_report()
             pipe.send((True, fn(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-    import custom_ops
-
     custom_ops.destroy()
     dist.destroy_process_group()
