@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -9,6 +11,7 @@ from torch.distributed import ProcessGroup
 from custom_ops import arguments, counters, dispatch, flashinfer_adapter, groups, pdl, reference, unfused
 from custom_ops.arguments import Arguments
 from custom_ops.counters import Launch
+from custom_ops.flashinfer_adapter import KernelCall
 from custom_ops.limits import Strategy
 from custom_ops.workspace import Workspace
 
@@ -117,33 +120,30 @@ def _run(args: Arguments, group: ProcessGroup, flags: dispatch.Flags) -> None:
 
 
 def _launch(args: Arguments, launch: Launch, found: Workspace, fp32_acc: bool) -> None:
-    flags = {
-        "one_shot": launch.strategy is Strategy.ONE_SHOT,
-        "launch_with_pdl": launch.launch_with_pdl,
-        "completion_at_end": launch.completion_at_end,
-        "fp32_acc": fp32_acc and args.allreduce_in.dtype != torch.float32,
-    }
+    shape, dtype = (args.tokens, args.hidden), args.allreduce_in.dtype
+    call = KernelCall(
+        args.pattern.code,
+        args.allreduce_in,
+        one_shot=launch.strategy is Strategy.ONE_SHOT,
+        launch_with_pdl=launch.launch_with_pdl,
+        completion_at_end=launch.completion_at_end,
+        fp32_acc=fp32_acc and dtype != torch.float32,
+    )
     if args.norm_out is None:
         # The plain pattern adds no residual; with one, the sum goes through a buffer of its own.
         reduced = args.residual_out if args.residual is None else torch.empty_like(args.residual_out)
-        call = flashinfer_adapter.KernelCall(0, args.allreduce_in, allreduce_out=reduced, **flags)
-        flashinfer_adapter.launch(found.handle, call)
+        flashinfer_adapter.launch(found.handle, replace(call, allreduce_out=reduced))
         if args.residual is not None:
             torch.add(reduced, args.residual, out=args.residual_out)
         return
-    shape = (args.tokens, args.hidden)
-    residual = found.zero_tensor(shape, args.allreduce_in.dtype) if args.residual is None else args.residual
-    no_gamma = args.gamma is None
-    call = flashinfer_adapter.KernelCall(
-        args.pattern.code,
-        args.allreduce_in,
-        residual=residual,
+    call = replace(
+        call,
+        residual=found.zero_tensor(shape, dtype) if args.residual is None else args.residual,
         residual_out=args.residual_out,
         norm_out=args.norm_out,
-        gamma=found.zero_tensor((args.hidden,), args.allreduce_in.dtype) if no_gamma else args.gamma,
+        gamma=found.zero_tensor((args.hidden,), dtype) if args.gamma is None else args.gamma,
         eps=args.eps,
-        weight_bias=1.0 if no_gamma else args.weight_bias,
-        **flags,
+        weight_bias=1.0 if args.gamma is None else args.weight_bias,
     )
     flashinfer_adapter.launch(found.handle, call)
 

@@ -149,7 +149,9 @@ def _check_gamma(reference: Tensor, gamma: Tensor) -> None:
     if gamma.device != reference.device:
         raise ValueError(f"rms_gamma: on {gamma.device}; must be on the device of allreduce_in, {reference.device}")
     if gamma.shape != (hidden,):
-        raise ValueError(f"rms_gamma: shape {list(gamma.shape)}; must be [{hidden}], the last dimension of allreduce_in")
+        raise ValueError(
+            f"rms_gamma: shape {list(gamma.shape)}; must be [{hidden}], the last dimension of allreduce_in"
+        )
 
 
 def _view_output(name: str, tensor: Tensor, hidden: int) -> Tensor:

@@ -147,4 +147,3 @@ def launch(workspace: Any, call: KernelCall) -> None:
         fp32_acc=call.fp32_acc,
         weight_bias=call.weight_bias,
     )
-

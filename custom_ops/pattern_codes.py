@@ -26,7 +26,9 @@ PATTERNS: dict[int, Pattern] = {
     row.code: row
     for row in (
         Pattern(0, "all-reduce", frozenset({"residual"}), frozenset({"residual_out"})),
-        Pattern(1, "all-reduce, add, RMSNorm", frozenset({"residual", "rms_gamma"}), frozenset({"residual_out", "norm_out"})),
+        Pattern(
+            1, "all-reduce, add, RMSNorm", frozenset({"residual", "rms_gamma"}), frozenset({"residual_out", "norm_out"})
+        ),
     )
 }
 

@@ -1,11 +1,11 @@
 """Inductor passes that fuse all-reduce, residual add and RMSNorm of tensor-parallel models into one op.
 
-    import torch, fusion_passes
+import torch, fusion_passes
 
-    compiled = torch.compile(model, options=fusion_passes.options())
-    ...
-    for site in fusion_passes.report():
-        print(site)
+compiled = torch.compile(model, options=fusion_passes.options())
+...
+for site in fusion_passes.report():
+    print(site)
 """
 
 from fusion_passes.allreduce_rms_fusion import AllReduceRMSFusionPass

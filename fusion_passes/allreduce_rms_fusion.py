@@ -24,7 +24,7 @@ from fusion_passes.sites import Site, Surroundings
 Decision = Site | NotFused
 
 
-class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc, valid-type]
+class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
     """Rewrites all-reduce, residual add and RMSNorm into one op, in inference graphs.
 
     It is a post-grad pass of Inductor; see fusion_passes.api for how to install it.

@@ -67,7 +67,8 @@ def fused_allreduce(
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **chosen}
     before = compat.installed(patches.get(HOOK, getattr(inductor_config, HOOK)))
     patches[HOOK] = compat.as_hook((*_without_ours(before), AllReduceRMSFusionPass(config)))
-    return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[no-any-return, arg-type]
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[arg-type]
+    return compiled
 
 
 def _others() -> tuple[compat.Pass, ...]:

@@ -13,7 +13,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-GraphPass: type[CustomGraphPass] = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+GraphPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 """Base of a pass. From torch 2.12 on a pass is told whether its graph is for inference."""
 
 TAKES_SEVERAL = hasattr(custom_graph_pass, "get_custom_graph_passes")
@@ -51,7 +51,8 @@ def installed(value: object) -> tuple[Pass, ...]:
         return ()
     if isinstance(value, PassChain):
         return value.passes
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)  # type: ignore[arg-type]
+    passes: Any = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(passes)
 
 
 def as_hook(passes: Sequence[Pass]) -> object:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import FailedMatch, Match, MatchContext, MatchResult, PatternExpr
+from torch._inductor.pattern_matcher import FailedMatch, Match, MatchContext, MatchResult, PatternExpr, is_match
 from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -36,7 +36,7 @@ class Op(PatternExpr):
             wanted = self.args[position] if position < len(self.args) else default
             if isinstance(wanted, PatternExpr):
                 child = ctx.match(wanted, value)
-                if not child:
+                if not is_match(child):
                     return child
                 match.extend(child)
             elif isinstance(value, Node) or value != wanted:
@@ -57,9 +57,9 @@ class OneOf(PatternExpr):
         for pattern in self.patterns:
             try:
                 found = ctx.match(pattern, node)
-            except FailedMatch:  # a name bound to two different nodes
-                found = FailedMatch("names")
-            if found:
+            except FailedMatch as error:  # a name bound to two different nodes
+                found = error
+            if is_match(found):
                 match = Match(ctx, self)
                 match.extend(found)
                 return match

@@ -28,7 +28,7 @@ def spawn(fn: Callable[..., Any], *args: Any, world_size: int = 2, backend: str 
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     backend = backend or default_backend(world_size)
-    mp.spawn(_main, (fn, args, world_size, backend, _free_port(), results), world_size)  # type: ignore[no-untyped-call]
+    mp.spawn(_main, (fn, args, world_size, backend, _free_port(), results), world_size)
     found = dict(results.get() for _ in range(world_size))
     return [found[rank] for rank in range(world_size)]
 

@@ -6,7 +6,6 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import Graph, Node
 
@@ -99,7 +98,7 @@ class _Builder:
         vals = (None, *(buffer.meta["val"] for buffer in buffers.values()))
         node = self._node(auto_functionalized_v2, (FUSED_OP,), kwargs, vals)
         # What the op would see in eager mode: Inductor lays its inputs out like this.
-        eager = torch.fx.map_arg(kwargs, self._contiguous)  # type: ignore[arg-type]
+        eager = torch.fx.map_arg(kwargs, self._contiguous)
         node.meta["eager_input_vals"] = ((FUSED_OP,), eager)
         return node
 

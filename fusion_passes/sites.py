@@ -82,12 +82,7 @@ def views_of(node: Node) -> list[Node]:
     """A node and its reshapes that keep the last dimension, reshapes of reshapes included."""
     found = [node]
     for view in found:
-        source = value(view)
-        for user in view.users:
-            target = value(user)
-            if user.target is aten.reshape.default and source is not None and target is not None and target.dim():
-                if source.dim() and same_size(target.shape[-1], source.shape[-1]):
-                    found.append(user)
+        found += [user for user in view.users if user.target is aten.reshape.default and _same_rows(user, view)]
     return found
 
 
@@ -103,6 +98,12 @@ def other_addend(node: Node, addend: Node) -> Node | None:
     if mine is None or its is None or result is None or not mine.dtype == its.dtype == result.dtype:
         return None
     return other if same_shape(mine, its) and same_shape(mine, result) else None
+
+
+def _same_rows(node: Node, other: Node) -> bool:
+    """Whether two tensors have rows of one length."""
+    a, b = value(node), value(other)
+    return a is not None and b is not None and bool(a.dim() and b.dim()) and same_size(a.shape[-1], b.shape[-1])
 
 
 def _norm_of(views: list[Node], around: Surroundings) -> Norm | None:

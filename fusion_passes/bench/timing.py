@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-
 WARMUP = 3
 HOST_LEAD_CYCLES = 2_000_000
 """About a millisecond: enough for the host to queue a replay."""

@@ -24,7 +24,9 @@ def main() -> None:
 
 @app.command()
 def demo(
-    prompt: Annotated[str, typer.Option(help="What the model is asked.")] = "List the first ten letters of the alphabet.",
+    prompt: Annotated[
+        str, typer.Option(help="What the model is asked.")
+    ] = "List the first ten letters of the alphabet.",
     tokens: Annotated[int, typer.Option(min=1, max=512, help="Tokens to generate.")] = 24,
     json: Json = False,
 ) -> None:

@@ -62,7 +62,7 @@ def shard(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
         "mlp.down_proj": RowwiseParallel(),
     }
     for layer in model.model.layers:  # type: ignore[union-attr]
-        parallelize_module(layer, mesh, plan)  # type: ignore[arg-type]
+        parallelize_module(layer, mesh, plan)
     return model
 
 
@@ -76,5 +76,6 @@ def encode(tokenizer: Any, prompt: str, room: int) -> tuple[Tensor, int]:
 
 def _weights() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     return next(Path(spec.origin).parent.rglob("*.gguf"))

@@ -77,7 +77,7 @@ def test_bad_input_is_named_and_nothing_is_written(case: str) -> None:
 def test_without_a_process_group() -> None:
     torch.distributed.destroy_process_group()
     try:
-        with pytest.raises(ValueError, match="torch.distributed is not initialised"):
+        with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
             call_trtllm_fused_allreduce_norm(**good())
     finally:
         from torch.testing._internal.distributed.fake_pg import FakeStore

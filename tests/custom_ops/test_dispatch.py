@@ -14,7 +14,9 @@ from tests.support.fake_flashinfer import CPU, FakeFlashInfer, faked
 from tests.support.ranks import Ranks
 
 
-def plan(on: ProcessGroup, tokens: int, hidden: int = 4096, dtype: torch.dtype = torch.bfloat16, **flags: int) -> Launch:
+def plan(
+    on: ProcessGroup, tokens: int, hidden: int = 4096, dtype: torch.dtype = torch.bfloat16, **flags: int
+) -> Launch:
     asked = Flags(**{"launch_with_pdl": True, "fp32_acc": True, "advance_launch_tokens": 16, **flags})  # type: ignore[arg-type]
     return dispatch.plan("op", 1, Message(tokens, hidden, dtype, CPU), on, asked)[0]
 

@@ -36,7 +36,7 @@ def test_installed_flashinfer_has_every_parameter() -> None:
 
 def test_missing_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_comm, "allreduce_fusion", lambda input, workspace, pattern: None)
-    with pytest.raises(RuntimeError, match="has no parameter .*trigger_completion_at_end"):
+    with pytest.raises(RuntimeError, match=r"has no parameter .*trigger_completion_at_end"):
         adapter._check_signature()
 
 
@@ -68,7 +68,9 @@ def test_workspace_is_made_for_exactly_the_group_and_never_with_multicast(monkey
     signature = inspect.signature(flashinfer_comm.create_allreduce_fusion_workspace)
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        flashinfer_comm, "create_allreduce_fusion_workspace", lambda **kwargs: seen.append(signature.bind(**kwargs).arguments)
+        flashinfer_comm,
+        "create_allreduce_fusion_workspace",
+        lambda **kwargs: seen.append(signature.bind(**kwargs).arguments),
     )
     group: Any = SimpleNamespace(size=lambda: 4, rank=lambda: 3)
     for dtype in (torch.bfloat16, torch.float32):

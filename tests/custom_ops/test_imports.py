@@ -45,7 +45,9 @@ def test_runtime_side_does_not_import_the_compiler_side() -> None:
 
 
 def test_command_line_without_its_extra_says_what_to_install() -> None:
-    code = HIDE.format(hidden={"typer", "rich"}) + "import runpy; runpy.run_module('fusion_passes', run_name='__main__')"
+    code = (
+        HIDE.format(hidden={"typer", "rich"}) + "import runpy; runpy.run_module('fusion_passes', run_name='__main__')"
+    )
     done = run(code)
     assert done.returncode == 1
     assert "pip install 'fusion-passes[cli]'" in done.stderr

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from custom_ops import reference
+from tests.support.ulp import ulp
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Distance from a float64 value to the next of a type, at least that of its smallest normal number."""
-    exponent = torch.floor(torch.log2(x.abs().clamp_min(torch.finfo(dtype).tiny)))
-    return torch.finfo(dtype).eps * torch.exp2(exponent)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -50,7 +44,11 @@ def test_weight_bias_is_added_in_float32() -> None:
 
 
 def test_sum_over_ranks_rounds_once_or_after_every_addition() -> None:
-    parts = [torch.tensor([256.0, 1.0]).bfloat16(), torch.tensor([1.0, 1.0]).bfloat16(), torch.tensor([1.0, 1.0]).bfloat16()]
+    parts = [
+        torch.tensor([256.0, 1.0]).bfloat16(),
+        torch.tensor([1.0, 1.0]).bfloat16(),
+        torch.tensor([1.0, 1.0]).bfloat16(),
+    ]
     assert reference.sum_ranks(parts).tolist() == [258.0, 3.0]
     assert reference.sum_ranks(parts, fp32_acc=False).tolist() == [256.0, 3.0]
 

@@ -178,7 +178,9 @@ def in_capture() -> None:
     with faked() as fake:
         on = group()
         fake.capturing = True
-        with pytest.raises(RuntimeError, match=r"first call.*run one step before the capture, or call custom_ops.prepare"):
+        with pytest.raises(
+            RuntimeError, match=r"first call.*run one step before the capture, or call custom_ops.prepare"
+        ):
             workspace.state_of(on, CPU)
         fake.capturing = False
         acquire(on, 1000)

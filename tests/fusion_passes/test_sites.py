@@ -235,9 +235,7 @@ def test_exact_rounding_leaves_what_rounds_elsewhere() -> None:
 
 def test_more_tokens_than_max_token_num() -> None:
     x, residual = tensors(2, 8, HIDDEN)
-    assert_untouched(
-        capture(AddNorm(llama()), x, residual, config=FusionConfig(max_token_num=15)), "max_token_num"
-    )
+    assert_untouched(capture(AddNorm(llama()), x, residual, config=FusionConfig(max_token_num=15)), "max_token_num")
     captured = capture(AddNorm(llama()), x, residual, config=FusionConfig(max_token_num=16))
     assert_fused(captured, "add_norm")
     assert "max_token_num=16" in captured.after[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import socket
@@ -53,10 +54,8 @@ class Ranks:
     def stop(self) -> None:
         """End all ranks, by force if need be."""
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except (BrokenPipeError, OSError):
-                pass
         for process in self._processes:
             process.join(10)
             process.kill()

@@ -1,0 +1,104 @@
+"""Inductor's caches: nothing changed in a new process is a hit, one threshold changed is a miss."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from custom_ops import flashinfer_adapter
+from fusion_passes import AllReduceRMSFusionPass, FusionConfig, allreduce_rms_fusion, compat
+
+PROGRAM = """
+import json, sys
+import torch, torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import fusion_passes
+from tests.support.programs import HIDDEN, NORMS, AddNorm, tensors
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+options = fusion_passes.options(fusion_passes.FusionConfig(**json.loads(sys.argv[1])))
+with torch.no_grad():
+    compiled = torch.compile(AddNorm(NORMS["meta"]()), fullgraph=True, options=options)
+    norm, total = compiled(*tensors(2, 8, HIDDEN))
+expected = torch.nn.functional.rms_norm(total, (HIDDEN,), NORMS["meta"]().weight, 1e-5)
+names = ("fxgraph_cache_hit", "fxgraph_cache_miss")
+print(json.dumps({
+    "counts": [counters["inductor"][name] for name in names],
+    "autograd_hit": counters["aot_autograd"]["autograd_cache_hit"],
+    "right": bool((norm - expected).abs().max() < 0.05),
+}))
+"""
+
+HIT, MISS = [1, 0], [0, 1]
+
+
+def run(cache: Path, environment: dict[str, str] | None = None, **config: Any) -> dict[str, Any]:
+    import os
+
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(config)],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(root), **(environment or {})},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert result["right"]
+    return result
+
+
+def test_new_processes_share_the_cache(tmp_path: Path) -> None:
+    assert run(tmp_path)["counts"] == MISS
+    again = run(tmp_path)
+    assert again["counts"] == HIT
+    assert again["autograd_hit"] == 1
+    assert run(tmp_path, pdl_advance_launch_tokens=8)["counts"] == MISS
+    assert run(tmp_path, {"FUSION_PASSES_FUSE_ALLREDUCE_RMS": "0"})["counts"] == MISS
+    assert run(tmp_path)["counts"] == HIT
+
+
+def uuid(**config: Any) -> str:
+    return AllReduceRMSFusionPass(FusionConfig(**config)).uuid()
+
+
+def test_identifier_is_stable_and_has_no_rank_or_pointer() -> None:
+    assert uuid() == uuid()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fuse_allreduce_rms": False}, {"launch_with_pdl": False}, {"fp32_acc": False}, {"max_token_num": 1},
+        {"pdl_advance_launch_tokens": 15}, {"exact_rounding": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_identifier_changes_with_every_option(change: dict[str, Any]) -> None:
+    assert set(change) <= set(FusionConfig.__dataclass_fields__)
+    assert uuid(**change) != uuid()
+
+
+def test_every_option_is_covered_above() -> None:
+    (mark,) = [m for m in test_identifier_changes_with_every_option.pytestmark if m.name == "parametrize"]  # type: ignore[attr-defined]
+    assert {name for change in mark.args[1] for name in change} == set(FusionConfig.__dataclass_fields__)
+
+
+def test_identifier_changes_with_versions_and_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {uuid()}
+    monkeypatch.setattr(flashinfer_adapter, "version", lambda: "9.9.9")
+    seen.add(uuid())
+    monkeypatch.setattr(compat, "TORCH_VERSION", "9.9.9")
+    seen.add(uuid())
+    monkeypatch.setattr(allreduce_rms_fusion, "_source_digest", lambda: "another")
+    seen.add(uuid())
+    assert len(seen) == 4
+
+
+def test_sources_of_both_packages_are_covered() -> None:
+    names = {f"{path.parent.name}/{path.name}" for path in allreduce_rms_fusion._sources()}
+    assert {"custom_ops/limits.py", "fusion_passes/norms.py", "fusion_passes/rewrite.py"} <= names

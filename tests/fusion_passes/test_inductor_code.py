@@ -1,0 +1,66 @@
+"""The code that Inductor writes for a rewritten graph: one call of the op, on its buffers, and nothing beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import fusion_passes
+from fusion_passes import compat
+from tests.support.models import parallel_llama, token_ids
+from tests.support.programs import HIDDEN, NORMS, reduce, tensors
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+CALL = "torch.ops.custom_ops.call_trtllm_fused_allreduce_norm.default("
+
+
+def code_of(fn: object, *inputs: Tensor, **options: object) -> str:
+    """The body of the compiled function."""
+    with torch.no_grad(), compat.without_caches():
+        compiled = torch.compile(fn, fullgraph=True, options=fusion_passes.options(), **options)  # type: ignore[call-overload]
+        _, code = run_and_get_code(compiled, *inputs)
+    (text,) = code
+    return text[text.index("def call(") : text.index("def get_args")]
+
+
+def test_one_call_and_no_copy() -> None:
+    norm, proj = NORMS["hugging_face_llama"](), torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + reduce(proj(x))
+        return norm(total), total
+
+    text = code_of(block, *tensors(2, 8, HIDDEN))
+    assert text.count(CALL) == 1
+    assert "_c10d_functional" not in text
+    for unwanted in ("copy_", "clone", "cpp_fused", "async_compile"):
+        assert unwanted not in text, unwanted
+    # The product is reduced from where it was written, and both outputs are returned as they are.
+    call = next(line for line in text.splitlines() if CALL in line)
+    assert call.strip().startswith(f"{CALL}reinterpret_tensor(buf0, (2, 8, {HIDDEN})")
+    assert "return (buf1, buf2, )" in text
+
+
+def test_stack_of_layers_has_no_copy_either() -> None:
+    text = code_of(parallel_llama(), token_ids(2, 16))
+    assert text.count(CALL) == 5
+    assert "_c10d_functional" not in text
+    assert "copy_" not in text
+    assert "clone" not in text
+
+
+def test_transposed_input_is_made_contiguous_by_inductor() -> None:
+    norm = NORMS["meta"]()
+
+    def block(x: Tensor, residual: Tensor) -> Tensor:
+        return norm(residual.transpose(0, 1) + reduce(x.sin().transpose(0, 1)))
+
+    x, residual = tensors(2, 8, HIDDEN)
+    text = code_of(block, x, residual)
+    call = next(line for line in text.splitlines() if CALL in line)
+    contiguous = f"empty_strided_cpu((8, 2, {HIDDEN}), ({2 * HIDDEN}, {HIDDEN}, 1)"
+    first, second = call[call.index(CALL) + len(CALL) :].split(", ")[:2]
+    for buffer in (first, second):
+        assert f"{buffer} = {contiguous}" in text, "laid out as [tokens, hidden] before the call"
