@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._inductor import config as inductor_config
@@ -67,8 +67,7 @@ def fused_allreduce(
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **chosen}
     before = compat.installed(patches.get(HOOK, getattr(inductor_config, HOOK)))
     patches[HOOK] = compat.as_hook((*_without_ours(before), AllReduceRMSFusionPass(config)))
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[arg-type]
-    return compiled
+    return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=patches))
 
 
 def _others() -> tuple[compat.Pass, ...]:

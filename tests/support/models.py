@@ -91,7 +91,8 @@ def _with_random_norms(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(4)
     for name, parameter in model.named_parameters():
         if "norm" in name and parameter.dim() == 1:
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+            parameter.data += 0.1 * noise.to(parameter)
     return model
 
 
