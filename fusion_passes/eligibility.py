@@ -1,6 +1,7 @@
 """The one check that every site passes, whatever its rule: a table of questions, the first no is the reason.
 
-Every answer rests on the graph, the configuration, and facts that are equal on all ranks.
+Every answer rests on the graph, the configuration, and facts that are equal on all ranks. What is not known at compile
+time, such as a symbolic size, is no reason: the op decides it at run time.
 """
 
 from __future__ import annotations
@@ -65,11 +66,6 @@ def _single_rank(q: Question) -> str | None:
     return None if q.world_size != 1 else f"process group {q.site.all_reduce.group!r} has one rank; nothing to reduce"
 
 
-def _hidden_not_static(q: Question) -> str | None:
-    hidden = q.x.shape[-1] if q.x.dim() else 0
-    return None if isinstance(hidden, int) else f"the hidden size is {hidden}; it must be constant"
-
-
 def _dtype(q: Question) -> str | None:
     allowed = ", ".join(map(str, domain.DTYPES))
     return None if q.x.dtype in domain.DTYPES else f"activations of {q.x.dtype}; the kernel serves {allowed}"
@@ -125,7 +121,10 @@ def _flashinfer(q: Question) -> str | None:
 
 
 def _kernel_domain(q: Question) -> str | None:
-    return None if q.x.device.type == "cpu" else domain.shape_refusal(q.x.shape[-1], q.x.dtype, q.world_size)
+    hidden = q.x.shape[-1]
+    if q.x.device.type == "cpu" or not isinstance(hidden, int):
+        return None
+    return domain.shape_refusal(hidden, q.x.dtype, q.world_size)
 
 
 def _max_token_num(q: Question) -> str | None:
@@ -134,13 +133,14 @@ def _max_token_num(q: Question) -> str | None:
 
 
 def _above_limit(q: Question) -> str | None:
-    tokens, found = _static_tokens(q.x), q.environment.limits(q.x.device, q.world_size)
-    if found is None or not tokens:
+    tokens, hidden = _static_tokens(q.x), q.x.shape[-1]
+    found = q.environment.limits(q.x.device, q.world_size)
+    if found is None or not tokens or not isinstance(hidden, int):
         return None
-    strategy = limits.choose(found, tokens, q.x.shape[-1], q.x.dtype.itemsize, q.world_size)
+    strategy = limits.choose(found, tokens, hidden, q.x.dtype.itemsize, q.world_size)
     if strategy is not limits.Strategy.UNFUSED:
         return None
-    size = tokens * q.x.shape[-1] * q.x.dtype.itemsize
+    size = tokens * hidden * q.x.dtype.itemsize
     return f"{tokens} tokens are {size} bytes, fusion pays up to {found.two_shot_bytes} ({found.source})"
 
 
@@ -155,7 +155,6 @@ CHECKS: tuple[tuple[str, Callable[[Question], str | None]], ...] = (
     ("group_not_static", _group_not_static),
     ("group_unknown", _group_unknown),
     ("single_rank", _single_rank),
-    ("hidden_not_static", _hidden_not_static),
     ("dtype", _dtype),
     ("residual_mismatch", _residual_mismatch),
     ("weight_mismatch", _weight_mismatch),

@@ -147,7 +147,9 @@ def _build(form: Form, out: Node, match: Match) -> Norm | None:
 
 def _is_mean_of_rows(names: dict[str, Any], x: torch.Tensor) -> bool:
     last = list(names["dim"]) in ([-1], [x.dim() - 1])
-    return last and names["keepdim"] is True and names.get("count", x.shape[-1]) == x.shape[-1]
+    hidden = x.shape[-1]
+    counted = "count" not in names or (isinstance(hidden, int) and names["count"] == hidden)
+    return last and names["keepdim"] is True and counted
 
 
 def _is_row(weight: Node | None, x: torch.Tensor) -> bool:

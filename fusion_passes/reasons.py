@@ -24,7 +24,6 @@ CODES: dict[str, str] = {
     "dtype": "the type of the activations",
     "residual_mismatch": "residual and sum differ in type, shape or device",
     "weight_mismatch": "the weight of the norm has another type or device than the activations",
-    "hidden_not_static": "the hidden size is not known at compile time",
     "eps": "epsilon is not a finite number on the CPU",
     "rounding": "exact_rounding asks for the roundings of eager mode, and this form rounds elsewhere",
     "device": "the device cannot run the kernel",

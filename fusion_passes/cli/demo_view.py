@@ -49,6 +49,7 @@ def _numbers(outcome: Outcome) -> Table:
         "texts": "equal" if outcome.text == outcome.text_stock else "different",
         "largest difference of a logit, fused - stock": f"{outcome.max_abs_logit_diff:.4g}",
         "error of the logits against float32 (rms), fused": f"{outcome.error:.4g}",
+        "error of the logits against float32 (rms), eager": f"{outcome.error_eager:.4g}",
         "error of the logits against float32 (rms), stock": f"{outcome.error_stock:.4g}",
     }
     for name, value in rows.items():

@@ -73,11 +73,11 @@ def test_cuda_graph(gpus: Ranks, hidden: int, dtype: torch.dtype) -> None:
 
 def compiled(hidden: int, dtype: torch.dtype, mode: str | None, dynamic: bool) -> tuple[Summary, list[str]]:
     world = dist.group.WORLD
+    norm = torch.nn.RMSNorm(hidden, EPS, device=gpu.device(), dtype=dtype)
 
-    def block(x: Tensor, residual: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-        # A product of this rank, as a row-parallel linear layer makes it.
-        total = residual + funcol.all_reduce(x * 1.0, "sum", world)  # type: ignore[arg-type]
-        return torch.nn.functional.rms_norm(total, (hidden,), gamma, EPS), total
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + funcol.all_reduce(x, "sum", world)  # type: ignore[arg-type]
+        return norm(total), total
 
     with (
         torch.inference_mode(),
@@ -90,10 +90,11 @@ def compiled(hidden: int, dtype: torch.dtype, mode: str | None, dynamic: bool) -
         for tokens in gpu.token_counts(hidden):
             for seed in range(3 if mode else 1):
                 one = case(tokens, hidden, dtype=dtype, seed=seed)
-                norm, total = fn(one.x, one.residual, one.gamma)
+                norm.weight.copy_(one.gamma)
+                normed, total = fn(one.x, one.residual)
                 # What is left alone is Inductor's: it takes the norm of the residual before that is rounded.
                 fused = dynamic or fusion_passes.report()[-1].fused
-                one.check(norm.clone(), total.clone(), bound=0.51 if fused else 2.0)
+                one.check(normed.clone(), total.clone(), bound=0.51 if fused else 3.0)
     return gpu.ran(), [site.rule or str(site.reason) for site in fusion_passes.report()]
 
 

