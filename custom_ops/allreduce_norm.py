@@ -59,7 +59,7 @@ def call_trtllm_fused_allreduce_norm(
     run the reference. Only the output tensors are written; an output may be `allreduce_in` or `residual` itself.
 
     Args:
-        allreduce_in: this rank's contribution, [..., hidden], bfloat16, float16 or float32.
+        allreduce_in: this rank's contribution, [..., hidden], bfloat16, float16 or float32; float64 runs unfused.
         residual: added to the sum, same dtype and rows; None adds nothing, `residual_out` is then the sum.
         rms_gamma: weight of the norm, [hidden], same dtype; None is a weight of one.
         rms_eps: epsilon of the norm.
@@ -105,10 +105,7 @@ def _run(args: Arguments, group: ProcessGroup, flags: dispatch.Flags) -> None:
     if device.type == "cpu":
         counters.record(Launch(NAME, "cpu", args.pattern.code, Strategy.ONE_SHOT, copied_input=args.copied_input))
         reduced = reference.sum_ranks(unfused.gather(args.allreduce_in, group), flags.fp32_acc)
-        total = reference.add_residual(reduced, args.residual)
-        if args.norm_out is not None:
-            args.norm_out.copy_(reference.rms_norm(total, args.gamma, args.eps, args.weight_bias))
-        args.residual_out.copy_(total)
+        unfused.finish(args, reduced)
         return
     message = dispatch.Message(args.tokens, args.hidden, args.allreduce_in.dtype, device)
     launch, found = dispatch.plan(NAME, args.pattern.code, message, group, flags, args.copied_input)

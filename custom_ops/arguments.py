@@ -125,8 +125,8 @@ def _check_input(tensor: Tensor) -> None:
         raise ValueError("allreduce_in: rank 0, shape []; pass [hidden] or [..., hidden]")
     if tensor.shape[-1] == 0:
         raise ValueError(f"allreduce_in: shape {list(tensor.shape)} has no elements in a row; hidden must be positive")
-    if tensor.dtype not in domain.DTYPES:
-        raise ValueError(f"allreduce_in: dtype {tensor.dtype}; use one of {', '.join(map(str, domain.DTYPES))}")
+    if tensor.dtype not in (*domain.DTYPES, torch.float64):
+        raise ValueError(f"allreduce_in: dtype {tensor.dtype}; use bfloat16, float16, float32, or float64 (unfused)")
 
 
 def _check_like(reference: Tensor, name: str, tensor: Tensor) -> None:

@@ -32,14 +32,22 @@ def add_norm(args: Arguments, group: ProcessGroup) -> None:
     """
     reduced = _buffer(args)
     all_reduce_into(reduced, args.allreduce_in, group)
-    if args.norm_out is None:
-        args.residual_out.copy_(reference.add_residual(reduced, args.residual))
+    if args.norm_out is None or reduced.dtype == torch.float64:
+        finish(args, reduced)
         return
     from custom_ops import norm_kernel
 
     norm_kernel.add_rms_norm(
         reduced, args.residual, args.gamma, args.eps, args.weight_bias, args.residual_out, args.norm_out
     )
+
+
+def finish(args: Arguments, reduced: Tensor) -> None:
+    """Residual add and norm of a sum over ranks, by the reference, into the outputs."""
+    total = reference.add_residual(reduced, args.residual)
+    if args.norm_out is not None:
+        args.norm_out.copy_(reference.rms_norm(total, args.gamma, args.eps, args.weight_bias))
+    args.residual_out.copy_(total)
 
 
 def _buffer(args: Arguments) -> Tensor:

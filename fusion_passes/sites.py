@@ -67,8 +67,8 @@ def assemble(all_reduce: AllReduce, around: Surroundings, claimed: set[Node]) ->
         return Site(all_reduce, None, all_reduce.result, norm)
     for view in views:
         for add in view.users:
-            norm = _norm_of(views_of(add), around)
-            if norm is None or other_addend(add, view) is None:
+            norm, residual = _norm_of(views_of(add), around), other_addend(add, view)
+            if norm is None or residual is None or residual in views:
                 continue
             if add in claimed:
                 return NotFused("norm_shared", f"a later all-reduce, also added in {add}, takes the norm {norm.out}")

@@ -13,7 +13,7 @@ from tests.support.ranks import Ranks
 
 OP = torch.ops.custom_ops.call_trtllm_fused_allreduce_norm
 HIDDEN = 64
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def call(x: Tensor, residual: Tensor | None, gamma: Tensor | None, **changes: object) -> tuple[Tensor, Tensor]:
@@ -30,8 +30,8 @@ def eager(x: Tensor, residual: Tensor | None, gamma: Tensor | None, bias: float 
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     total = total if residual is None else total + residual
-    x32 = total.float()
-    weight = 1.0 if gamma is None else bias + gamma.float()
+    x32 = total if x.dtype == torch.float64 else total.float()
+    weight = 1.0 if gamma is None else bias + gamma.to(x32.dtype)
     return (x32 * torch.rsqrt(x32.square().mean(-1, True) + 1e-6) * weight).to(x.dtype), total
 
 

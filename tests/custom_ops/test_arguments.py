@@ -59,7 +59,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "weight bias not finite": ({"weight_bias": float("inf")}, "weight_bias=inf: must be finite"),
     "input of rank 0": ({"allreduce_in": torch.zeros((), dtype=torch.bfloat16)}, "allreduce_in: rank 0"),
     "input without columns": ({"allreduce_in": bf16(2, 0)}, r"allreduce_in: shape \[2, 0\]"),
-    "input of a type that is not served": ({"allreduce_in": torch.zeros(2, 3, HIDDEN).double()}, "allreduce_in: dtype torch.float64"),
+    "input of a type that is not served": ({"allreduce_in": torch.zeros(2, 3, HIDDEN).int()}, "allreduce_in: dtype torch.int32"),
 }  # fmt: skip
 
 

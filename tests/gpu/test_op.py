@@ -196,7 +196,7 @@ def test_two_shot(gpus: Ranks) -> None:
 
 def outside_of_the_domain() -> Summary:
     for hidden in (1000, 1028, 8 * 1031):
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
             for residual in (True, False):
                 one = case(33, hidden, dtype=dtype)
                 outputs = one.outputs()
