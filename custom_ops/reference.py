@@ -1,8 +1,8 @@
 """The arithmetic of FlashInfer's kernel in plain PyTorch: where it rounds and how it casts.
 
 It is what CPU tensors run, and the oracle of the GPU tests. Rounding happens at three places: the sum over ranks, the
-sum with the residual, and the norm; each is computed in float32 from the rounded value before it. Float64 tensors, which
-the kernel does not serve, stay in float64.
+sum with the residual, and the norm; each is computed in float32 from the rounded value before it. Float64 tensors,
+which the kernel does not serve, stay in float64.
 """
 
 from __future__ import annotations
