@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_passes
+from fusion_passes import FusionConfig
 from fusion_passes.bench.timing import Timing, per_call, slowest
 
 
@@ -93,7 +94,7 @@ class Step:
     max_difference: float
 
 
-def measure(batch: int, shape: Shape | None = None) -> Step:
+def measure(batch: int, shape: Shape | None = None, config: FusionConfig | None = None) -> Step:
     """Measure one batch size on the current GPUs; collective over the default group."""
     shape = shape or Shape()
     torch.manual_seed(dist.get_rank())
@@ -103,7 +104,7 @@ def measure(batch: int, shape: Shape | None = None) -> Step:
         x = torch.randn(batch, shape.hidden).to(torch.bfloat16)
         angles = torch.rand(stack.layers[0].head // 2)  # type: ignore[arg-type, operator]
         fusion_passes.reset_report()
-        fused, after = _time(stack, x, angles, fusion_passes.options())
+        fused, after = _time(stack, x, angles, fusion_passes.options(config))
         sites = sum(site.fused for site in fusion_passes.report())
         stock, before = _time(stack, x, angles, {})
     difference = (after.float() - before.float()).abs().max().item()
