@@ -91,20 +91,31 @@ FORMS = (
 )
 """Every form; the first that matches a node wins. A new one is a row here and a golden test."""
 
-_ENDS = {CAST, aten.mul.Tensor, aten.div.Tensor}
+_ROOTS = {aten.rsqrt.default, aten.sqrt.default, aten.pow.Tensor_Scalar}
+_STEPS = {CAST, aten.mul.Tensor, aten.div.Tensor, aten.reciprocal.default}
+_MOST_STEPS = 5
+"""Every form takes a root, and at most so many of the steps after it."""
 
 
 def find(graph: Graph) -> dict[Node, list[Norm]]:
     """All norms of a graph, by their input; no norm is part of another."""
     found: dict[Node, list[Norm]] = defaultdict(list)
     inner: set[Node] = set()
-    for node in reversed(graph.nodes):
-        if node.target not in _ENDS or node in inner:
-            continue
-        if norm := recognise(node):
+    for node in sorted(_possible_ends(graph), reverse=True):
+        if node not in inner and (norm := recognise(node)):
             found[norm.x].insert(0, norm)
             inner.update(norm.nodes)
     return found
+
+
+def _possible_ends(graph: Graph) -> set[Node]:
+    """Nodes in which a norm may end: a few steps behind a root."""
+    ends: set[Node] = set()
+    frontier = {node for target in _ROOTS for node in graph.find_nodes(op="call_function", target=target)}
+    for _ in range(_MOST_STEPS):
+        frontier = {user for node in frontier for user in node.users if user.target in _STEPS} - ends
+        ends |= frontier
+    return ends
 
 
 def recognise(node: Node) -> Norm | None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._prims_common import is_contiguous_or_false
 from torch.fx import Graph, Node
 
 import custom_ops  # noqa: F401  registers the op
 from custom_ops.pattern_codes import PATTERNS
 from fusion_passes.config import FusionConfig
-from fusion_passes.patterns import bind, value
+from fusion_passes.patterns import bind, same_shape, value
 from fusion_passes.rules import Rule
 from fusion_passes.sites import Site
 
@@ -35,9 +36,12 @@ def rewrite(graph: Graph, site: Site, rule: Rule, world_size: int, config: Fusio
         config: flags of the call.
     """
     shape_like = site.all_reduce.input if site.residual is None else site.residual
+    replaced = {"norm_out": site.norm.out, "residual_out": site.total}
     builder = _Builder(graph, site)
     with graph.inserting_before(site.total):
-        buffers = {name: builder.empty_like(shape_like) for name in sorted(PATTERNS[rule.pattern_code].outputs)}
+        buffers = {
+            name: builder.empty_like(shape_like, replaced[name]) for name in sorted(PATTERNS[rule.pattern_code].outputs)
+        }
         call = builder.call(_arguments(site, rule, world_size, config), buffers)
         outputs = {name: builder.item(call, 1 + index) for index, name in enumerate(buffers)}
     with graph.inserting_before(site.norm.out):
@@ -79,9 +83,15 @@ class _Builder:
         assert found is not None
         self.fake_mode = found.fake_mode  # type: ignore[attr-defined]
 
-    def empty_like(self, like: Node) -> Node:
-        """A contiguous buffer of the shape and type of a node."""
-        return self._node(aten.empty_like.default, (like,), {"memory_format": torch.contiguous_format})
+    def empty_like(self, like: Node, instead_of: Node) -> Node:
+        """A contiguous buffer of the shape and type of a node, for what another node held until now."""
+        mine, its = value(like), value(instead_of)
+        assert mine is not None
+        # The fake value of the node that goes is one like it; a new one would take most of the time of a rewrite.
+        reusable = its is not None and same_shape(mine, its) and is_contiguous_or_false(its)
+        return self._node(
+            aten.empty_like.default, (like,), {"memory_format": torch.contiguous_format}, its if reusable else None
+        )
 
     def item(self, of: Node, index: int) -> Node:
         """One output of a call."""
