@@ -44,12 +44,9 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         decisions = self.decide(graph, nodes, inference)
         reports = [self._verdict(node, name, decision) for node, decision in decisions]
         fused = [decision for _, decision in decisions if isinstance(decision, Site)]
-        for site in fused:
-            world_size = self.environment.world_size(site.all_reduce.group)
-            rewrite(graph, site, rules.pick(site.residual is not None), world_size, self.config)
-        if fused:
+        in_order = [self._rewrite(graph, site) for site in fused]
+        if not all(in_order):
             stable_topological_sort(graph)
-            graph.lint()
         reporting.publish(name, reports)
 
     def decide(self, graph: Graph, nodes: list[Node], is_inference: bool) -> list[tuple[Node, Decision]]:
@@ -77,8 +74,14 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         site = sites.assemble(found, around, claimed)
         if not isinstance(site, Site):
             return site
-        question = eligibility.Question(site, self.config, self.environment, around.tainted)
+        question = eligibility.Question(site, self.config, self.environment, around)
         return eligibility.refusal(question) or site
+
+    def _rewrite(self, graph: Graph, site: Site) -> bool:
+        """Replace a site; whether the nodes are still in an order in which they can run."""
+        world_size = self.environment.world_size(site.all_reduce.group)
+        call = rewrite(graph, site, rules.pick(site.residual is not None), world_size, self.config)
+        return all(arg < call for arg in call.all_input_nodes)
 
     def _verdict(self, node: Node, graph: str, decision: Decision) -> SiteReport:
         if isinstance(decision, Site):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.fx import Node
@@ -18,7 +19,7 @@ from fusion_passes.config import FusionConfig
 from fusion_passes.environment import Environment
 from fusion_passes.patterns import same_shape, value
 from fusion_passes.reasons import NotFused
-from fusion_passes.sites import Site
+from fusion_passes.sites import Site, Surroundings
 
 
 @dataclass(frozen=True)
@@ -28,21 +29,21 @@ class Question:
     site: Site
     config: FusionConfig
     environment: Environment
-    tainted: set[Node]
+    around: Surroundings
 
-    @property
+    @cached_property
     def x(self) -> torch.Tensor:
         """The contribution of this rank."""
         found = value(self.site.all_reduce.input)
         assert found is not None
         return found
 
-    @property
+    @cached_property
     def weight(self) -> torch.Tensor | None:
         """The weight of the norm."""
         return None if self.site.norm.weight is None else value(self.site.norm.weight)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Ranks of the group; 0 where it is unknown."""
         return self.environment.world_size(self.site.all_reduce.group)
@@ -92,7 +93,7 @@ def _weight_mismatch(q: Question) -> str | None:
 
 def _weight_depends(q: Question) -> str | None:
     for node in (q.site.norm.weight, q.site.norm.eps):
-        if isinstance(node, Node) and node in q.tainted:
+        if isinstance(node, Node) and q.around.depends_on_all_reduce(node):
             return f"{node} depends on an all-reduce, so it may not be there when the kernel starts"
     return None
 

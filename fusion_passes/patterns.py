@@ -10,10 +10,22 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._inductor.pattern_matcher import FailedMatch, Match, MatchContext, MatchResult, PatternExpr, is_match
+from torch._inductor.pattern_matcher import (
+    FailedMatch,
+    KeywordArg,
+    Match,
+    MatchContext,
+    MatchResult,
+    PatternExpr,
+    is_match,
+)
 from torch._ops import OpOverload
+from torch._prims_common import is_contiguous_or_false
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+_OTHER_TARGET, _OTHER_ARGUMENT, _NO_ALTERNATIVE = map(FailedMatch, ("target", "argument", "alternatives"))
 
 
 class Op(PatternExpr):
@@ -30,17 +42,20 @@ class Op(PatternExpr):
 
     def _match(self, node: Node, ctx: MatchContext) -> MatchResult:
         if not isinstance(node, Node) or node.op != "call_function" or node.target not in self.targets:
-            return FailedMatch("target")
+            return _OTHER_TARGET
         match = Match(ctx, self)
         for position, (value, default) in enumerate(bind(node)):
             wanted = self.args[position] if position < len(self.args) else default
-            if isinstance(wanted, PatternExpr):
+            if isinstance(wanted, KeywordArg):  # the most frequent by far: no match object for it
+                if match.kwargs.setdefault(wanted.name, value) != value:
+                    return _OTHER_ARGUMENT
+            elif isinstance(wanted, PatternExpr):
                 child = ctx.match(wanted, value)
                 if not is_match(child):
                     return child
                 match.extend(child)
             elif isinstance(value, Node) or value != wanted:
-                return FailedMatch("argument")
+                return _OTHER_ARGUMENT
         match.nodes.append(node)
         return match
 
@@ -60,11 +75,9 @@ class OneOf(PatternExpr):
             except FailedMatch as error:  # a name bound to two different nodes
                 found = error
             if is_match(found):
-                match = Match(ctx, self)
-                match.extend(found)
-                return match
+                return found
             ctx.pattern_to_node = dict(before)
-        return FailedMatch("alternatives")
+        return _NO_ALTERNATIVE
 
 
 def either_order(target: OpOverload, a: object, b: object) -> OneOf:
@@ -75,11 +88,12 @@ def either_order(target: OpOverload, a: object, b: object) -> OneOf:
 def bind(node: Node) -> list[tuple[Any, Any]]:
     """(value, default) of every argument of an operator call, in the order of its schema."""
     assert isinstance(node.target, OpOverload)
-    values = []
-    for position, (name, default) in enumerate(_schema(node.target)):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
-        values.append((value, default))
-    return values
+    schema, args, kwargs = _schema(node.target), node.args, node.kwargs
+    given = len(args)
+    return [
+        (args[place] if place < given else kwargs.get(name, default) if kwargs else default, default)
+        for place, (name, default) in enumerate(schema)
+    ]
 
 
 @cache
@@ -104,3 +118,9 @@ def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are known to have the same shape, without a new guard."""
     return a.dim() == b.dim() and all(same_size(x, y) for x, y in zip(a.shape, b.shape, strict=True))
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is known to be contiguous, without a new guard."""
+    known = not tensor._has_symbolic_sizes_strides
+    return tensor.is_contiguous() if known else bool(is_contiguous_or_false(tensor))

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 from typing import Any
 
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
-from torch._prims_common import is_contiguous_or_false
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
+from torch.fx.immutable_collections import immutable_list
 
 import custom_ops  # noqa: F401  registers the op
 from custom_ops.pattern_codes import PATTERNS
 from fusion_passes.config import FusionConfig
-from fusion_passes.patterns import bind, same_shape, value
+from fusion_passes.patterns import bind, is_contiguous, same_shape, value
 from fusion_passes.rules import Rule
 from fusion_passes.sites import Site
 
 aten = torch.ops.aten
 FUSED_OP = torch.ops.custom_ops.call_trtllm_fused_allreduce_norm.default
+_OUTPUTS = tuple(
+    argument.name
+    for argument in FUSED_OP._schema.arguments
+    if argument.alias_info is not None and argument.alias_info.is_write
+)
 
 
 def rewrite(graph: Graph, site: Site, rule: Rule, world_size: int, config: FusionConfig) -> Node:
@@ -35,14 +42,15 @@ def rewrite(graph: Graph, site: Site, rule: Rule, world_size: int, config: Fusio
         world_size: ranks of the group.
         config: flags of the call.
     """
-    shape_like = site.all_reduce.input if site.residual is None else site.residual
+    arguments = _arguments(site, rule, world_size, config)
+    shape_like = arguments["residual"] or arguments["allreduce_in"]
     replaced = {"norm_out": site.norm.out, "residual_out": site.total}
     builder = _Builder(graph, site)
     with graph.inserting_before(site.total):
         buffers = {
             name: builder.empty_like(shape_like, replaced[name]) for name in sorted(PATTERNS[rule.pattern_code].outputs)
         }
-        call = builder.call(_arguments(site, rule, world_size, config), buffers)
+        call = builder.call(arguments, buffers)
         outputs = {name: builder.item(call, 1 + index) for index, name in enumerate(buffers)}
     with graph.inserting_before(site.norm.out):
         norm = builder.reshaped_like(outputs["norm_out"], site)
@@ -88,7 +96,7 @@ class _Builder:
         mine, its = value(like), value(instead_of)
         assert mine is not None
         # The fake value of the node that goes is one like it; a new one would take most of the time of a rewrite.
-        reusable = its is not None and same_shape(mine, its) and is_contiguous_or_false(its)
+        reusable = its is not None and same_shape(mine, its) and is_contiguous(its)
         return self._node(
             aten.empty_like.default, (like,), {"memory_format": torch.contiguous_format}, its if reusable else None
         )
@@ -101,14 +109,14 @@ class _Builder:
         """The functional form of the fused op; its outputs are those of the op (none), then the buffers."""
         places = {name: index for index, name in enumerate(buffers)}
         kwargs = dict(arguments)
-        for argument in FUSED_OP._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                kwargs[f"_{argument.name}_base_index"] = places.get(argument.name)
+        for name in _OUTPUTS:
+            kwargs[f"_{name}_base_index"] = places.get(name)
         kwargs["_all_bases"] = list(buffers.values())
         vals = (None, *(buffer.meta["val"] for buffer in buffers.values()))
         node = self._node(auto_functionalized_v2, (FUSED_OP,), kwargs, vals)
         # What the op would see in eager mode: Inductor lays its inputs out like this.
-        eager = torch.fx.map_arg(kwargs, self._contiguous)
+        eager = {key: self._contiguous(arg) if isinstance(arg, Node) else arg for key, arg in kwargs.items()}
+        eager["_all_bases"] = immutable_list(vals[1:])
         node.meta["eager_input_vals"] = ((FUSED_OP,), eager)
         return node
 
@@ -122,8 +130,10 @@ class _Builder:
 
     def _contiguous(self, node: Node) -> Any:
         found = value(node)
+        if found is None or is_contiguous(found):
+            return node.meta["val"]
         with self.fake_mode:
-            return node.meta["val"] if found is None else found.contiguous()
+            return found.contiguous()
 
     def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any = None) -> Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -144,7 +154,14 @@ def _erase_dead(graph: Graph, site: Site) -> None:
     pending = [site.norm.out, site.total]
     while pending:
         node = pending.pop()
-        if node.users or node.op != "call_function" or node._erased or (node.is_impure() and node not in own):
+        if node.users or node._erased or not (node in own or _is_pure(node.target)):
             continue
         pending += node.all_input_nodes
         graph.erase_node(node)
+
+
+@cache
+def _is_pure(target: Any) -> bool:
+    """Whether a call of an operator that nothing uses can go; other operators than PyTorch's own stay."""
+    ours = isinstance(target, OpOverload) and target.namespace in ("aten", "prims")
+    return ours and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags

@@ -35,23 +35,36 @@ class Site:
     @property
     def residual(self) -> Node | None:
         """What is added to the sum; read from the graph, where an earlier rewrite may have replaced it."""
-        return None if self.addend is None else other_addend(self.total, self.addend)
+        if self.addend is None:
+            return None
+        (left, _), (right, _), _ = bind(self.total)
+        found = right if left is self.addend else left
+        assert isinstance(found, Node)
+        return found
 
 
 class Surroundings:
-    """What one graph offers to its all-reduces, found in one walk.
+    """What one graph offers to its all-reduces.
 
     Attributes:
         norms: norms by their input.
-        tainted: nodes that depend on an all-reduce.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.norms = norms.find(graph)
-        self.tainted: set[Node] = set()
-        for node in graph.nodes:
-            if node.target in collectives.TARGETS or any(arg in self.tainted for arg in node.all_input_nodes):
-                self.tainted.add(node)
+        self._independent: set[Node] = set()
+
+    def depends_on_all_reduce(self, node: Node) -> bool:
+        """Whether a node is computed from the result of any all-reduce."""
+        pending, seen = [node], {node}
+        for node in pending:
+            if node.target in collectives.TARGETS:
+                return True
+            new = [arg for arg in node.all_input_nodes if arg not in seen and arg not in self._independent]
+            seen.update(new)
+            pending += new
+        self._independent |= seen
+        return False
 
 
 def assemble(all_reduce: AllReduce, around: Surroundings, claimed: set[Node]) -> Site | NotFused:
