@@ -19,7 +19,9 @@ from fusion_passes.environment import Environment
 from fusion_passes.reasons import NotFused
 from fusion_passes.reporting import SiteReport
 from fusion_passes.rewrite import rewrite
+from fusion_passes.rules import Rule
 from fusion_passes.sites import Site, Surroundings
+from fusion_passes.steps import are_exact
 
 Decision = Site | NotFused
 
@@ -80,18 +82,20 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
     def _rewrite(self, graph: Graph, site: Site) -> bool:
         """Replace a site; whether the nodes are still in an order in which they can run."""
         world_size = self.environment.world_size(site.all_reduce.group)
-        call = rewrite(graph, site, rules.pick(site.residual is not None), world_size, self.config)
+        call = rewrite(graph, site, _rule_of(site), world_size, self.config)
         return all(arg < call for arg in call.all_input_nodes)
 
     def _verdict(self, node: Node, graph: str, decision: Decision) -> SiteReport:
-        if isinstance(decision, Site):
-            return reporting.verdict(node, graph, rules.pick(decision.residual is not None).name)
-        return reporting.verdict(node, graph, decision)
+        return reporting.verdict(node, graph, _rule_of(decision).name if isinstance(decision, Site) else decision)
 
     def uuid(self) -> str:
         """Changes with the sources, the configuration and the versions of torch and FlashInfer."""
         parts = (_source_digest(), repr(self.config), compat.TORCH_VERSION, str(flashinfer_adapter.version()))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _rule_of(site: Site) -> Rule:
+    return rules.pick(residual=bool(site.addends), folded=not are_exact(site.steps))
 
 
 @cache

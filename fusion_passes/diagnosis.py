@@ -31,11 +31,7 @@ class Blocker:
 
 
 def _is_scale(user: Node) -> bool:
-    return user.target is aten.mul.Tensor and _is_of_few(user, dims=0)
-
-
-def _is_bias(user: Node) -> bool:
-    return user.target is aten.add.Tensor and _is_of_few(user, dims=1)
+    return user.target is aten.mul.Tensor
 
 
 def _is_cast_to_add(user: Node) -> bool:
@@ -47,17 +43,10 @@ def _is_mixed_add(user: Node) -> bool:
     return user.target is aten.add.Tensor and len(dtypes) > 1
 
 
-def _is_of_few(node: Node, dims: int) -> bool:
-    """Whether an operand of a binary operator is a number or a tensor of at most so many dimensions."""
-    operands = [value(arg) if isinstance(arg, Node) else None for arg in node.args[:2]]
-    return any(found is None or found.dim() <= dims for found in operands)
-
-
 BLOCKERS = (
-    Blocker("scale_between", _is_scale, "multiplies the sum before the residual is added"),
-    Blocker("bias_between", _is_bias, "adds a bias to the sum before the residual is added"),
     Blocker("cast_between", _is_cast_to_add, "casts the sum before it is added"),
     Blocker("residual_mismatch", _is_mixed_add, "adds the sum to a tensor of another type"),
+    Blocker("scale_between", _is_scale, "multiplies the sum by a tensor"),
 )
 """Every known blocker, most specific first."""
 
@@ -74,14 +63,27 @@ def explain(views: list[Node], norms: Mapping[Node, list[Norm]]) -> NotFused:
         for user in users:
             if blocker.applies(user):
                 return NotFused(blocker.code, f"{_show(user)} {blocker.text}")
-    for add in users:
-        for second in add.users if add.target is aten.add.Tensor else ():
-            if second.target is aten.add.Tensor and second in norms:
-                return NotFused("sum_of_sums", f"{_show(add)} is added in turn in {second}, whose norm follows")
-    if part := _norm_part_near(users):
+    part = _norm_part_near(users)
+    if part and (norm := next((norm for found in norms.values() for norm in found if part in norm.nodes), None)):
+        text = (
+            f"{users[0]}, between the sum and the norm {norm.out}, is no known step, changes rows or is used elsewhere"
+        )
+        return NotFused("other_between", text)
+    if part:
         return NotFused("norm_not_recognised", f"{_show(part)} belongs to no known form of RMSNorm in float32")
+    if last := _returned(users):
+        way = "compile the whole model, or the loop over its layers, as one graph"
+        return NotFused("graph_ends", f"the graph returns {last} and ends before a norm; {way}")
     found = ", ".join(_show(user) for user in users[:3]) or "nothing"
     return NotFused("no_norm", f"the sum goes to {found}, and no norm of it is in this graph")
+
+
+def _returned(users: list[Node]) -> str | None:
+    """The sum, or what a tensor is added to it in, if the graph returns it."""
+    if any(user.op == "output" for user in users):
+        return "the sum"
+    adds = [user for user in users if user.target is aten.add.Tensor]
+    return next((_show(add) for add in adds if any(user.op == "output" for user in add.users)), None)
 
 
 def _norm_part_near(users: list[Node]) -> Node | None:

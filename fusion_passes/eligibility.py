@@ -74,8 +74,8 @@ def _dtype(q: Question) -> str | None:
 
 def _residual_mismatch(q: Question) -> str | None:
     total = value(q.site.total)
-    for node in (q.site.residual, q.site.norm.x):
-        other = None if node is None else value(node)
+    for node in (*q.site.addends, q.site.norm.x):
+        other = value(node)
         if other is not None and (other.dtype != q.x.dtype or other.device != q.x.device):
             return f"{node} is {other.dtype} on {other.device}, the sum {q.x.dtype} on {q.x.device}"
     result = value(q.site.all_reduce.result)
@@ -111,6 +111,46 @@ def _rounding(q: Question) -> str | None:
     if not (q.config.exact_rounding and q.site.norm.rounds_before_weight):
         return None
     return "the norm is rounded before its weight; the kernel rounds after it, and exact_rounding is set"
+
+
+def _scale_between(q: Question) -> str | None:
+    if not q.site.factors:
+        return None
+    shown = ", ".join(map(str, q.site.factors))
+    if q.x.dtype == torch.float16:
+        return f"the sum is multiplied by {shown}; applied before the sum, that may overflow float16"
+    return None if _may_reassociate(q) else f"the sum is multiplied by {shown}; {_ORDER}"
+
+
+def _bias_between(q: Question) -> str | None:
+    addends = q.site.addends
+    biases = [node for node in addends if (found := value(node)) is not None and found.dim() <= 1]
+    if not biases or len(addends) == 1 or _may_reassociate(q):
+        return None
+    return f"{biases[0]} is added to the sum before the residual; {_ORDER}"
+
+
+def _sum_of_sums(q: Question) -> str | None:
+    if len(q.site.addends) <= 1 or _may_reassociate(q):
+        return None
+    return f"{q.site.addends[0]} is added to the sum, and that to {q.site.addends[1]}; {_ORDER}"
+
+
+def _may_reassociate(q: Question) -> bool:
+    return q.config.reassociate and not q.config.exact_rounding
+
+
+_ORDER = "the fused op would take that first, and reassociate is off or exact_rounding on"
+
+
+def _reshaped(q: Question) -> str | None:
+    """Where nothing has the shape of the total, that of the contribution must do."""
+    total = value(q.site.total)
+    assert total is not None
+    shaped = any(same_shape(found, total) for node in q.site.addends if (found := value(node)) is not None)
+    if shaped or not q.site.steps or same_shape(total, q.x):
+        return None
+    return f"the sum of shape {list(q.x.shape)} is scaled or shifted as {list(total.shape)}"
 
 
 def _device(q: Question) -> str | None:
@@ -162,6 +202,10 @@ CHECKS: tuple[tuple[str, Callable[[Question], str | None]], ...] = (
     ("weight_depends", _weight_depends),
     ("eps", _eps),
     ("rounding", _rounding),
+    ("scale_between", _scale_between),
+    ("bias_between", _bias_between),
+    ("sum_of_sums", _sum_of_sums),
+    ("reshaped", _reshaped),
     ("device", _device),
     ("flashinfer", _flashinfer),
     ("kernel_domain", _kernel_domain),

@@ -24,7 +24,6 @@ from torch._prims_common import is_contiguous_or_false
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-
 _OTHER_TARGET, _OTHER_ARGUMENT, _NO_ALTERNATIVE = map(FailedMatch, ("target", "argument", "alternatives"))
 
 

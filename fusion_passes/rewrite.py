@@ -42,15 +42,15 @@ def rewrite(graph: Graph, site: Site, rule: Rule, world_size: int, config: Fusio
         world_size: ranks of the group.
         config: flags of the call.
     """
-    arguments = _arguments(site, rule, world_size, config)
-    shape_like = arguments["residual"] or arguments["allreduce_in"]
     replaced = {"norm_out": site.norm.out, "residual_out": site.total}
     builder = _Builder(graph, site)
     with graph.inserting_before(site.total):
+        x, residual = builder.fold(site)
         buffers = {
-            name: builder.empty_like(shape_like, replaced[name]) for name in sorted(PATTERNS[rule.pattern_code].outputs)
+            name: builder.empty_like(x if residual is None else residual, replaced[name])
+            for name in sorted(PATTERNS[rule.pattern_code].outputs)
         }
-        call = builder.call(arguments, buffers)
+        call = builder.call(_arguments(site, rule, world_size, config), x, residual, buffers)
         outputs = {name: builder.item(call, 1 + index) for index, name in enumerate(buffers)}
     with graph.inserting_before(site.norm.out):
         norm = builder.reshaped_like(outputs["norm_out"], site)
@@ -61,11 +61,9 @@ def rewrite(graph: Graph, site: Site, rule: Rule, world_size: int, config: Fusio
 
 
 def _arguments(site: Site, rule: Rule, world_size: int, config: FusionConfig) -> dict[str, Any]:
-    """Arguments of the op by name, but for its outputs."""
+    """Arguments of the op by name, but for its tensors of activations."""
     eps = site.norm.eps
     return {
-        "allreduce_in": site.all_reduce.input,
-        "residual": site.residual,
         "rms_gamma": site.norm.weight,
         "rms_eps": 0.0 if isinstance(eps, Node) else float(eps),
         "world_size": world_size,
@@ -105,10 +103,32 @@ class _Builder:
         """One output of a call."""
         return self._node(operator.getitem, (of, index), {}, of.meta["val"][index])
 
-    def call(self, arguments: dict[str, Any], buffers: dict[str, Node]) -> Node:
+    def fold(self, site: Site) -> tuple[Node, Node | None]:
+        """(contribution, residual): what the steps of a site do to its sum, done to the inputs of the op."""
+        x: Node = site.all_reduce.input
+        residual: Node | None = None
+        for step in site.steps:
+            operand = step.operand
+            if step.adds and isinstance(operand, Node):
+                residual = operand if residual is None else self._node(aten.add.Tensor, (operand, residual), {})
+            elif not step.does_nothing:
+                x = self._node(step.node.target, (x, operand), {})
+                residual = None if residual is None else self._node(step.node.target, (residual, operand), {})
+        return x, residual if residual is None else self._broadcast(residual, x, site.total)
+
+    def _broadcast(self, residual: Node, x: Node, total: Node) -> Node:
+        """The residual in the shape of the total, which is that of x where it is not that of the residual."""
+        mine, wanted = value(residual), value(total)
+        assert mine is not None
+        assert wanted is not None
+        if same_shape(mine, wanted):
+            return residual
+        return self._node(aten.copy.default, (self._node(aten.empty_like.default, (x,), {}), residual), {})
+
+    def call(self, arguments: dict[str, Any], x: Node, residual: Node | None, buffers: dict[str, Node]) -> Node:
         """The functional form of the fused op; its outputs are those of the op (none), then the buffers."""
         places = {name: index for index, name in enumerate(buffers)}
-        kwargs = dict(arguments)
+        kwargs = {"allreduce_in": x, "residual": residual, **arguments}
         for name in _OUTPUTS:
             kwargs[f"_{name}_base_index"] = places.get(name)
         kwargs["_all_bases"] = list(buffers.values())

@@ -8,39 +8,42 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion_passes import collectives, diagnosis, norms
+from fusion_passes import steps as steps_
 from fusion_passes.collectives import AllReduce
 from fusion_passes.norms import Norm
-from fusion_passes.patterns import bind, same_shape, same_size, value
+from fusion_passes.patterns import same_size, value
 from fusion_passes.reasons import NotFused
+from fusion_passes.steps import Operand, Step
 
 aten = torch.ops.aten
+_MOST_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Site:
-    """An all-reduce, the residual added to its sum if any, and the norm of that.
+    """An all-reduce, what happens to its sum, and the norm of that.
 
     Attributes:
         all_reduce: the collective.
-        addend: the sum, or the view of it that is added to a residual; None where nothing is added.
-        total: the node that stands for the new residual: the add, or the sum.
+        steps: what happens to the sum; mostly one, the addition of the residual.
+        total: the node that stands for the new residual: that of the last step, or the sum.
         norm: the norm of total, or of a view of it.
     """
 
     all_reduce: AllReduce
-    addend: Node | None
+    steps: tuple[Step, ...]
     total: Node
     norm: Norm
 
     @property
-    def residual(self) -> Node | None:
-        """What is added to the sum; read from the graph, where an earlier rewrite may have replaced it."""
-        if self.addend is None:
-            return None
-        (left, _), (right, _), _ = bind(self.total)
-        found = right if left is self.addend else left
-        assert isinstance(found, Node)
-        return found
+    def addends(self) -> list[Node]:
+        """The tensors that are added to the sum."""
+        return [operand for step in self.steps if step.adds and isinstance(operand := step.operand, Node)]
+
+    @property
+    def factors(self) -> list[Operand]:
+        """The numbers and 0-d tensors that the sum is multiplied or divided by."""
+        return [step.operand for step in self.steps if not step.adds and not step.does_nothing]
 
 
 class Surroundings:
@@ -75,20 +78,41 @@ def assemble(all_reduce: AllReduce, around: Surroundings, claimed: set[Node]) ->
         around: the graph's norms.
         claimed: totals that already belong to a site.
     """
-    views = views_of(all_reduce.result)
-    if norm := _norm_of(views, around):
-        return Site(all_reduce, None, all_reduce.result, norm)
-    for view in views:
-        for add in view.users:
-            norm, residual = _norm_of(views_of(add), around), other_addend(add, view)
-            if norm is None or residual is None or residual in views:
-                continue
-            if add in claimed:
-                return NotFused("norm_shared", f"a later all-reduce, also added in {add}, takes the norm {norm.out}")
-            if use := _other_use(views, add):
-                return NotFused("sum_used", f"besides {add}, {use} uses the sum, which no output of the kernel holds")
-            return Site(all_reduce, view, add, norm)
-    return diagnosis.explain(views, around.norms)
+    result = views_of(all_reduce.result)
+    if norm := _norm_of(result, around):
+        return Site(all_reduce, (), all_reduce.result, norm)
+    for view in result:
+        for user in view.users:
+            if site := _behind(all_reduce, steps_.recognise(user, view), around):
+                return _refusal(site, result, claimed) or site
+    return diagnosis.explain(result, around.norms)
+
+
+def _behind(all_reduce: AllReduce, step: Step | None, around: Surroundings) -> Site | None:
+    """The site whose first step is given: on from it as long as there is one way to go."""
+    taken: list[Step] = []
+    while step and len(taken) < _MOST_STEPS:
+        taken.append(step)
+        views = views_of(step.node)
+        if norm := _norm_of(views, around):
+            return Site(all_reduce, tuple(taken), step.node, norm)
+        uses = [(user, view) for view in views for user in view.users if user not in views]
+        step = steps_.recognise(*uses[0]) if len(uses) == 1 else None
+    return None
+
+
+def _refusal(site: Site, result: list[Node], claimed: set[Node]) -> NotFused | None:
+    """What speaks against a site with steps: its norm is taken, or the sum is needed beside it."""
+    first = site.steps[0].node
+    if site.total in claimed:
+        text = f"a later all-reduce, also added in {site.total}, takes the norm {site.norm.out}"
+        return NotFused("norm_shared", text)
+    for use in (user for view in result for user in view.users if user is not first and user not in result):
+        if use.target is aten.copy_.default:
+            text = f"the sum is written back to {use.args[0]}; reduce a tensor that is made inside the graph"
+            return NotFused("written_back", text)
+        return NotFused("sum_used", f"besides {first}, {use} uses the sum, which no output of the kernel holds")
+    return None
 
 
 def views_of(node: Node) -> list[Node]:
@@ -99,20 +123,6 @@ def views_of(node: Node) -> list[Node]:
     return found
 
 
-def other_addend(node: Node, addend: Node) -> Node | None:
-    """The tensor that a node adds to addend; None unless both and the result have one shape and type."""
-    if node.target is not aten.add.Tensor:
-        return None
-    (left, _), (right, _), (alpha, _) = bind(node)
-    other = right if left is addend else left
-    if alpha != 1 or other is addend or not isinstance(other, Node):
-        return None
-    mine, its, result = value(addend), value(other), value(node)
-    if mine is None or its is None or result is None or not mine.dtype == its.dtype == result.dtype:
-        return None
-    return other if same_shape(mine, its) and same_shape(mine, result) else None
-
-
 def _same_rows(node: Node, other: Node) -> bool:
     """Whether two tensors have rows of one length."""
     a, b = value(node), value(other)
@@ -121,7 +131,3 @@ def _same_rows(node: Node, other: Node) -> bool:
 
 def _norm_of(views: list[Node], around: Surroundings) -> Norm | None:
     return next((norm for view in views for norm in around.norms.get(view, ())), None)
-
-
-def _other_use(views: list[Node], add: Node) -> Node | None:
-    return next((user for view in views for user in view.users if user is not add and user not in views), None)

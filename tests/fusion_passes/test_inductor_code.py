@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fusion_passes
 from fusion_passes import compat
+from tests.fusion_passes.test_steps import bias, bias_alone, multiplier, second_sum
 from tests.support.models import parallel_llama, token_ids
 from tests.support.programs import HIDDEN, NORMS, reduce, tensors
 
@@ -64,3 +67,12 @@ def test_transposed_input_is_made_contiguous_by_inductor() -> None:
     first, second = call[call.index(CALL) + len(CALL) :].split(", ")[:2]
     for buffer in (first, second):
         assert f"{buffer} = {contiguous}" in text, "laid out as [tokens, hidden] before the call"
+
+
+@pytest.mark.parametrize("program", [bias, bias_alone, multiplier, second_sum], ids=lambda program: program.__name__)
+def test_what_is_folded_costs_one_kernel_and_no_copy(program: Callable[..., Tensor]) -> None:
+    text = code_of(program, *tensors(2, 8, HIDDEN))
+    assert text.count(CALL) == 1
+    assert text.count("cpp_fused") == (2 if program is second_sum else 1), "second_sum also takes a sine"
+    assert "copy_" not in text
+    assert "clone" not in text

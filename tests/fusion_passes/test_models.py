@@ -30,11 +30,11 @@ EXPECTED = {
     "mistral": DENSE,
     "mixtral": DENSE,
     # Gemma scales its embedding before the norm.
-    "gemma2": ["scale_between", *SANDWICH[1:]],
-    "gemma3": ["scale_between", *SANDWICH[1:]],
+    "gemma2": ["folded_norm", *SANDWICH[1:]],
+    "gemma3": ["folded_norm", *SANDWICH[1:]],
     # The dense layer's MLP fuses; attention is not sharded; in the MoE layer the sums of routed and shared experts are
-    # added to each other before the residual.
-    "deepseek_v3": ["norm", "add_norm", "sum_of_sums", "sum_of_sums"],
+    # added to each other before the residual, and one norm takes one of them.
+    "deepseek_v3": ["norm", "add_norm", "norm_shared", "folded_add_norm"],
     # transformers' own plan shards the embedding alone.
     "gpt_oss": ["norm"],
 }
@@ -52,7 +52,7 @@ def test_hugging_face(name: str, dynamic: bool) -> None:
     captured = run(hugging_face(name), token_ids(2, 16), dynamic=dynamic)
     assert captured.rules == EXPECTED[name], captured.sites
     assert len(captured.before) == 1, "one graph"
-    left = sum(rule not in ("norm", "add_norm") for rule in captured.rules)
+    left = sum(not site.fused for site in captured.sites)
     assert captured.after[0].count("= _c10d_functional.all_reduce(") == left
     assert captured.after[0].count("call_trtllm_fused_allreduce_norm") == len(captured.rules) - left
 
@@ -62,7 +62,7 @@ def test_hugging_face(name: str, dynamic: bool) -> None:
 def test_gpt_oss_with_a_plan_that_shards_attention() -> None:
     captured = run(hugging_face("gpt_oss", GPT_OSS_PLAN), token_ids(2, 16))
     # o_proj has a bias, which is added to the sum before the residual is.
-    assert captured.rules == ["norm", "bias_between", "bias_between"]
+    assert captured.rules == ["norm", "folded_add_norm", "folded_add_norm"]
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -101,7 +101,7 @@ def values(name: str) -> tuple[list[str], float]:
         return model(ids) if name == "by hand" else model(ids, use_cache=False).logits
 
     captured = capture(logits, ids)
-    fused = sum(rule in ("norm", "add_norm") for rule in captured.rules)
+    fused = sum(site.fused for site in captured.sites)
     assert sum(custom_ops.launches().values()) == fused
     with torch.no_grad():
         eager = logits(ids)

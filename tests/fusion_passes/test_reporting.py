@@ -39,7 +39,7 @@ def test_one_log_line_per_graph(caplog: pytest.LogCaptureFixture) -> None:
         capture(block, *tensors(2, 8, HIDDEN))
         capture(lambda x: x.sin(), *tensors(2, 8, HIDDEN, count=1))
     (record,) = [record for record in caplog.records if record.name == "fusion_passes"]
-    assert "1 of 2 all-reduces fused (add_norm 1); left alone: no_norm 1" in record.getMessage()
+    assert "1 of 2 all-reduces fused (add_norm 1); left alone: graph_ends 1" in record.getMessage()
 
 
 def test_reason_is_a_code_and_a_sentence() -> None:

@@ -256,14 +256,6 @@ def float32_residual(x: Tensor, r: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(r.float() + reduce(x), (HIDDEN,))
 
 
-def bias(x: Tensor, r: Tensor) -> Tensor:
-    return torch.nn.functional.rms_norm(r + (reduce(x) + r[0, 0]), (HIDDEN,))
-
-
-def multiplier(x: Tensor, r: Tensor) -> Tensor:
-    return torch.nn.functional.rms_norm(r + reduce(x) * 0.22, (HIDDEN,))
-
-
 def scaled_add(x: Tensor, r: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(torch.add(r, reduce(x), alpha=2), (HIDDEN,))
 
@@ -283,21 +275,29 @@ def doubled(x: Tensor, r: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(total + total, (HIDDEN,))
 
 
-def broadcast_residual(x: Tensor, r: Tensor) -> Tensor:
-    return torch.nn.functional.rms_norm(r[:1] + reduce(x), (HIDDEN,))
-
-
-def three_addends(x: Tensor, r: Tensor) -> Tensor:
-    return torch.nn.functional.rms_norm(r + (reduce(x) + r.sin()), (HIDDEN,))
-
-
 def coalesced(x: Tensor, r: Tensor) -> Tensor:
     (total,) = funcol.all_reduce_coalesced([x], "sum", dist.group.WORLD)  # type: ignore[arg-type]
     return torch.nn.functional.rms_norm(r + total, (HIDDEN,))
 
 
 def no_norm(x: Tensor, r: Tensor) -> Tensor:
+    return (r + reduce(x)).sin() @ r[0].T
+
+
+def graph_ends(x: Tensor, r: Tensor) -> Tensor:
     return r + reduce(x)
+
+
+def graph_ends_without_add(x: Tensor, r: Tensor) -> Tensor:
+    return reduce(x)
+
+
+def nonlinear(x: Tensor, r: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(r + reduce(x).sin(), (HIDDEN,))
+
+
+def gate(x: Tensor, r: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(r + reduce(x) * r.sigmoid(), (HIDDEN,))
 
 
 def heads(x: Tensor, r: Tensor) -> Tensor:
@@ -324,17 +324,17 @@ REFUSED: dict[Program, str] = {
     average: "reduce_op",
     float32_reduction: "cast_between",
     float32_residual: "residual_mismatch",
-    bias: "bias_between",
-    multiplier: "scale_between",
-    scaled_add: "norm_not_recognised",
+    scaled_add: "other_between",
     sum_used: "sum_used",
-    reduces_its_input: "sum_used",
-    doubled: "norm_not_recognised",
-    broadcast_residual: "norm_not_recognised",
-    three_addends: "sum_of_sums",
+    reduces_its_input: "written_back",
+    doubled: "other_between",
     coalesced: "collective_form",
     no_norm: "no_norm",
-    heads: "norm_not_recognised",
+    graph_ends: "graph_ends",
+    graph_ends_without_add: "graph_ends",
+    nonlinear: "other_between",
+    gate: "scale_between",
+    heads: "other_between",
     float32_weight: "weight_mismatch",
     weight_depends_on_the_sum: "weight_depends",
     epsilon_is_infinite: "eps",
@@ -375,7 +375,7 @@ def test_every_all_reduce_has_a_verdict_with_its_place() -> None:
             return self.blocks[1](normed)[0] + reduce(residual)
 
     captured = capture(Model(), *tensors(2, 8, HIDDEN))
-    assert captured.rules == ["add_norm", "norm", "no_norm"]
+    assert captured.rules == ["add_norm", "norm", "graph_ends"]
     assert [site.module for site in captured.sites] == ["blocks.0", "blocks.1", ""]
     assert all(site.source.split(":")[0].endswith(("programs.py", "test_sites.py")) for site in captured.sites)
     assert {site.graph for site in captured.sites} == {captured.sites[0].graph}
