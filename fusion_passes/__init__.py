@@ -11,18 +11,23 @@ for site in fusion_passes.report():
 from fusion_passes.allreduce_rms_fusion import AllReduceRMSFusionPass
 from fusion_passes.api import disable, enable, enabled, fused_allreduce, options
 from fusion_passes.config import FusionConfig
+from fusion_passes.inspection import Inspection, inspect_factory, inspect_fusion
 from fusion_passes.reasons import NotFused
-from fusion_passes.reporting import SiteReport, report, reset_report
+from fusion_passes.reporting import FusionError, SiteReport, report, reset_report
 
 __all__ = [
     "AllReduceRMSFusionPass",
     "FusionConfig",
+    "FusionError",
+    "Inspection",
     "NotFused",
     "SiteReport",
     "disable",
     "enable",
     "enabled",
     "fused_allreduce",
+    "inspect_factory",
+    "inspect_fusion",
     "options",
     "report",
     "reset_report",

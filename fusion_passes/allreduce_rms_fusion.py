@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
@@ -37,7 +38,11 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         self.environment = environment or Environment()
 
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
-        """Rewrite a graph in place; one without a site that fuses is left exactly as it is."""
+        """Rewrite a graph in place; one without a site that fuses is left exactly as it is.
+
+        Raises:
+            FusionError: the configuration is strict, and a fusion was missed; the graph is as it was.
+        """
         nodes = collectives.find(graph)
         if not nodes:
             return
@@ -45,11 +50,13 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         inference = compat.is_inference_graph(graph) if is_inference is None else is_inference
         decisions = self.decide(graph, nodes, inference)
         reports = [self._verdict(node, name, decision) for node, decision in decisions]
+        if self.config.strict:
+            reporting.require(reports)
         fused = [decision for _, decision in decisions if isinstance(decision, Site)]
-        in_order = [self._rewrite(graph, site) for site in fused]
+        in_order = [self.replace(graph, site) for site in fused]
         if not all(in_order):
             stable_topological_sort(graph)
-        reporting.publish(name, reports)
+        self.publish(name, reports)
 
     def decide(self, graph: Graph, nodes: list[Node], is_inference: bool) -> list[tuple[Node, Decision]]:
         """A site or a reason for every all-reduce, in the order of the graph, which is not changed."""
@@ -79,7 +86,7 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         question = eligibility.Question(site, self.config, self.environment, around)
         return eligibility.refusal(question) or site
 
-    def _rewrite(self, graph: Graph, site: Site) -> bool:
+    def replace(self, graph: Graph, site: Site) -> bool:
         """Replace a site; whether the nodes are still in an order in which they can run."""
         world_size = self.environment.world_size(site.all_reduce.group)
         call = rewrite(graph, site, _rule_of(site), world_size, self.config)
@@ -88,7 +95,11 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
     def _verdict(self, node: Node, graph: str, decision: Decision) -> SiteReport:
         return reporting.verdict(node, graph, _rule_of(decision).name if isinstance(decision, Site) else decision)
 
-    def uuid(self) -> str:
+    def publish(self, graph: str, sites: list[SiteReport]) -> None:
+        """Tell what became of the all-reduces of a graph."""
+        reporting.publish(graph, sites)
+
+    def uuid(self) -> Any:
         """Changes with the sources, the configuration and the versions of torch and FlashInfer."""
         parts = (_source_digest(), repr(self.config), compat.TORCH_VERSION, str(flashinfer_adapter.version()))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

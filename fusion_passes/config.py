@@ -25,6 +25,7 @@ class FusionConfig:
             before the sum: as many roundings, in another order (docs/numerics.md).
         exact_rounding: leave alone the norms that the kernel rounds elsewhere than eager mode does (those that are
             rounded before the weight is applied, as in Hugging Face's Llama), and reassociate nothing.
+        strict: fail the compilation with the report where a fusion was to be expected and did not come about.
     """
 
     fuse_allreduce_rms: bool = True
@@ -34,6 +35,7 @@ class FusionConfig:
     max_token_num: int | None = None
     reassociate: bool = True
     exact_rounding: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that no call can honour."""

@@ -46,7 +46,7 @@ def _is_mixed_add(user: Node) -> bool:
 BLOCKERS = (
     Blocker("cast_between", _is_cast_to_add, "casts the sum before it is added"),
     Blocker("residual_mismatch", _is_mixed_add, "adds the sum to a tensor of another type"),
-    Blocker("scale_between", _is_scale, "multiplies the sum by a tensor"),
+    Blocker("scale_between", _is_scale, "multiplies the sum by no number, or for more than one use"),
 )
 """Every known blocker, most specific first."""
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch.fx import Node
@@ -20,6 +21,7 @@ from fusion_passes.environment import Environment
 from fusion_passes.patterns import same_shape, value
 from fusion_passes.reasons import NotFused
 from fusion_passes.sites import Site, Surroundings
+from fusion_passes.steps import Step
 
 
 @dataclass(frozen=True)
@@ -144,13 +146,22 @@ _ORDER = "the fused op would take that first, and reassociate is off or exact_ro
 
 
 def _reshaped(q: Question) -> str | None:
-    """Where nothing has the shape of the total, that of the contribution must do."""
+    """Where nothing has the shape of the total, that of the contribution must do; what is reshaped must be whole."""
     total = value(q.site.total)
     assert total is not None
     shaped = any(same_shape(found, total) for node in q.site.addends if (found := value(node)) is not None)
-    if shaped or not q.site.steps or same_shape(total, q.x):
-        return None
-    return f"the sum of shape {list(q.x.shape)} is scaled or shifted as {list(total.shape)}"
+    if q.site.steps and not shaped and not same_shape(total, q.x):
+        return f"the sum of shape {list(q.x.shape)} is scaled or shifted as {list(total.shape)}"
+    for step, after in pairwise(q.site.steps):
+        if after.before is not step.node and step.adds and not _is_whole(step):
+            return f"{step.operand}, added to the sum before it is reshaped to {after.before}, has another shape"
+    return None
+
+
+def _is_whole(step: Step) -> bool:
+    """Whether what a step adds has the shape of the sum, or is a bias."""
+    mine, its = value(step.before), value(step.operand) if isinstance(step.operand, Node) else None
+    return mine is not None and its is not None and (its.dim() <= 1 or same_shape(mine, its))
 
 
 def _device(q: Question) -> str | None:

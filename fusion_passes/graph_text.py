@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from fusion_passes.origins import module_of, source_of
+
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64", torch.bool: "b8"}
 _HOP_NOISE = ("_base_index", "_all_bases")
 
 
-def render(graph: Graph) -> str:
+@dataclass(frozen=True)
+class Line:
+    """One node as text, with where it comes from.
+
+    Attributes:
+        name: of the node.
+        text: name, type and shape, operator, arguments.
+        type: type and shape alone.
+        module: path of its module; "" if unknown.
+        source: "file:line" of model code; "" if unknown.
+        site: name of the all-reduce that the node is fused with, or is; "" for others.
+    """
+
+    name: str
+    text: str
+    type: str
+    module: str = ""
+    source: str = ""
+    site: str = ""
+
+
+def lines(graph: Graph) -> list[Line]:
     """All nodes of a graph but the inputs that nothing uses."""
-    return render_nodes(node for node in graph.nodes if node.op != "placeholder" or node.users)
+    shown = (node for node in graph.nodes if node.op != "placeholder" or node.users)
+    return [Line(node.name, _line(node), type_of(node), module_of(node), source_of(node)) for node in shown]
 
 
-def render_nodes(nodes: Iterable[Node]) -> str:
-    """Some nodes, one a line."""
-    return "\n".join(_line(node) for node in nodes)
+def render(graph: Graph) -> str:
+    """All nodes of a graph but the inputs that nothing uses, one a line."""
+    return "\n".join(_line(node) for node in graph.nodes if node.op != "placeholder" or node.users)
 
 
 def _line(node: Node) -> str:

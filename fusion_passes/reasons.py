@@ -39,6 +39,10 @@ CODES: dict[str, str] = {
 """Every code, with what it means."""
 
 
+EXCUSED = {"disabled", "no_norm", "norm_shared", "single_rank", "above_limit", "max_token_num"}
+"""Reasons that leave nothing to be desired: no fusion was to be had, or it would not pay."""
+
+
 @dataclass(frozen=True)
 class NotFused:
     """Why a site stays as it is.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
+from torch._logging import trace_structured
 from torch.fx import Node
 
-from fusion_passes.reasons import NotFused
+from fusion_passes.origins import module_of, source_of
+from fusion_passes.reasons import EXCUSED, NotFused
 
 logger = logging.getLogger("fusion_passes")
 
@@ -35,6 +38,19 @@ class SiteReport:
     module: str
     source: str
     graph: str
+
+    @property
+    def missed(self) -> bool:
+        """Whether a fusion was to be expected and did not come about."""
+        return self.reason is not None and self.reason.code not in EXCUSED
+
+    def __str__(self) -> str:
+        place = ", ".join(filter(None, (self.module, self.source)))
+        return f"{self.node} ({place or 'place unknown'}): {self.rule if self.fused else self.reason}"
+
+
+class FusionError(RuntimeError):
+    """An all-reduce did not fuse where it was expected to; raised with FusionConfig(strict=True)."""
 
 
 _REPORTS: list[SiteReport] = []
@@ -63,39 +79,41 @@ def verdict(node: Node, graph: str, outcome: str | NotFused) -> SiteReport:
         fused=fused,
         rule=outcome if isinstance(outcome, str) else None,
         reason=None if isinstance(outcome, str) else outcome,
-        module=_module_of(node),
-        source=_source_of(node),
+        module=module_of(node),
+        source=source_of(node),
         graph=graph,
     )
 
 
 def publish(graph: str, sites: list[SiteReport]) -> None:
-    """Keep the verdicts of one graph and log a line that sums them up."""
+    """Keep the verdicts of one graph, log a line that sums them up, and write them to torch's structured trace."""
     if not sites:
         return
     _REPORTS.extend(sites)
-    rules = Counter(site.rule for site in sites if site.rule)
-    reasons = Counter(site.reason.code for site in sites if site.reason)
-    logger.info(
-        "%s: %d of %d all-reduces fused (%s); left alone: %s",
-        graph,
-        rules.total(),
-        len(sites),
-        ", ".join(f"{name} {count}" for name, count in rules.items()) or "-",
-        ", ".join(f"{code} {count}" for code, count in reasons.items()) or "-",
+    logger.info("%s: %s", graph, summary(sites))
+    for site in sites:
+        logger.debug("%s: %s", graph, site)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "fusion_passes", "encoding": "json"},
+        payload_fn=lambda: json.dumps([asdict(site) for site in sites]),
     )
 
 
-def _module_of(node: Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = str(next(reversed(stack.values()))[0]) if stack else ""
-    return re.sub(r"^[LG]\['\w+'\]\.?", "", path)
+def require(sites: list[SiteReport]) -> None:
+    """Raise FusionError with the report if a fusion was missed."""
+    if any(site.missed for site in sites):
+        raise FusionError(f"{summary(sites)}\n{describe(sites)}")
 
 
-def _source_of(node: Node) -> str:
-    """The innermost frame outside of PyTorch; the innermost of all where there is none."""
-    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
-    frames = [line.split('"')[1::2] + line.split(", line ")[1:] for line in lines if line.startswith('File "')]
-    places = [f"{frame[0]}:{frame[-1].split(',')[0]}" for frame in frames if len(frame) >= 2]
-    outside = [place for place in places if "/torch/" not in place]
-    return (outside or places or [""])[-1]
+def summary(sites: Sequence[SiteReport]) -> str:
+    """One line: how many fused by which rule, and why not the others."""
+    rules = Counter(site.rule for site in sites if site.rule)
+    codes = Counter(site.reason.code for site in sites if site.reason)
+    fused, left = (", ".join(f"{name} {count}" for name, count in found.items()) or "-" for found in (rules, codes))
+    return f"{rules.total()} of {len(sites)} all-reduces fused ({fused}); left alone: {left}"
+
+
+def describe(sites: Sequence[SiteReport]) -> str:
+    """One line for each all-reduce; those that were missed are marked."""
+    return "\n".join(f"{'!' if site.missed else ' '} {site}" for site in sites)

@@ -109,12 +109,20 @@ class _Builder:
         residual: Node | None = None
         for step in site.steps:
             operand = step.operand
+            residual = residual and self._reshaped_like(residual, step.before)
             if step.adds and isinstance(operand, Node):
                 residual = operand if residual is None else self._node(aten.add.Tensor, (operand, residual), {})
             elif not step.does_nothing:
-                x = self._node(step.node.target, (x, operand), {})
-                residual = None if residual is None else self._node(step.node.target, (residual, operand), {})
+                x = self._node(step.operator.target, (x, operand), {})
+                residual = None if residual is None else self._node(step.operator.target, (residual, operand), {})
         return x, residual if residual is None else self._broadcast(residual, x, site.total)
+
+    def _reshaped_like(self, addend: Node, view: Node) -> Node:
+        """What was added before a reshape, reshaped in turn; a bias still fits."""
+        found = value(addend)
+        if view.target is not aten.reshape.default or found is None or found.dim() <= 1:
+            return addend
+        return self._reshape(addend, view)
 
     def _broadcast(self, residual: Node, x: Node, total: Node) -> Node:
         """The residual in the shape of the total, which is that of x where it is not that of the residual."""
@@ -142,11 +150,12 @@ class _Builder:
 
     def reshaped_like(self, norm: Node, site: Site) -> Node:
         """The norm output in the shape of the norm that it replaces."""
-        shaped = site.norm.x
-        if shaped is site.total:
-            return norm
-        (_, _), (size, _) = bind(shaped)
-        return self._node(aten.reshape.default, (norm, size), {})
+        return norm if site.norm.x is site.total else self._reshape(norm, site.norm.x)
+
+    def _reshape(self, node: Node, like: Node) -> Node:
+        """A node in the shape that another one is given by a reshape."""
+        (_, _), (size, _) = bind(like)
+        return self._node(aten.reshape.default, (node, size), {})
 
     def _contiguous(self, node: Node) -> Any:
         found = value(node)

@@ -103,7 +103,7 @@ def _behind(all_reduce: AllReduce, step: Step | None, around: Surroundings) -> S
 
 def _refusal(site: Site, result: list[Node], claimed: set[Node]) -> NotFused | None:
     """What speaks against a site with steps: its norm is taken, or the sum is needed beside it."""
-    first = site.steps[0].node
+    first = site.steps[0].first
     if site.total in claimed:
         text = f"a later all-reduce, also added in {site.total}, takes the norm {site.norm.out}"
         return NotFused("norm_shared", text)

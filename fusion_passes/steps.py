@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -16,33 +17,45 @@ from torch.fx import Node
 from fusion_passes.patterns import bind, same_shape, value
 
 aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
 
 Operand = Node | float
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operator between a sum and its norm.
+    """One operation between a sum and its norm.
 
     Attributes:
-        node: the operator.
-        before: its operand that comes from the sum.
+        node: its result.
+        before: what it takes from the sum.
+        operator: the operator; not the node itself where it works in float32 and the result is cast back.
+        through: the operand of the operator that comes from the sum: before, or its cast to float32.
     """
 
     node: Node
     before: Node
+    operator: Node
+    through: Node
+
+    @property
+    def first(self) -> Node:
+        """The node that uses what comes from the sum."""
+        return self.operator if self.through is self.before else self.through
 
     @property
     def operand(self) -> Operand:
         """What is added or multiplied; read from the graph, where an earlier rewrite may have replaced it."""
-        (left, _), (right, _), *_ = bind(self.node)
-        found: Operand = right if left is self.before else left
-        return found
+        found = _other(self.operator, self.through)
+        if self.through is not self.before:
+            assert isinstance(found, Node)
+            (found, _), *_ = bind(found)
+        return found  # type: ignore[no-any-return]
 
     @property
     def adds(self) -> bool:
         """Whether the step adds a tensor; otherwise it scales."""
-        return self.node.target is aten.add.Tensor
+        return self.operator.target is aten.add.Tensor
 
     @property
     def does_nothing(self) -> bool:
@@ -50,15 +63,50 @@ class Step:
         return not self.adds and self.operand == 1
 
 
-def recognise(node: Node, before: Node) -> Step | None:
-    """The step that an operator takes from a sum, or None; type and shape of the sum stay as they are."""
-    check = _KINDS.get(node.target)
-    mine, result = value(before), value(node)
-    if check is None or mine is None or result is None or mine.dtype != result.dtype or not same_shape(mine, result):
+def recognise(user: Node, before: Node) -> Step | None:
+    """The step that a user of a sum begins, or None; type and shape of the sum stay as they are."""
+    found = _in_float32(user, before) if user.target is CAST else _plain(user, before)
+    if found is None:
         return None
-    (left, _), (right, _), *_ = bind(node)
-    other = right if left is before else left
-    return Step(node, before) if other is not before and check(node, before, other) else None
+    mine, result = value(before), value(found.node)
+    same = mine is not None and result is not None and mine.dtype == result.dtype and same_shape(mine, result)
+    return found if same else None
+
+
+def _plain(user: Node, before: Node) -> Step | None:
+    check = _KINDS.get(user.target)
+    if check is None:
+        return None
+    other = _other(user, before)
+    return Step(user, before, user, before) if other is not before and check(user, before, other) else None
+
+
+def _in_float32(cast: Node, before: Node) -> Step | None:
+    """An addition of two tensors that are cast to float32 and back, which rounds as one in their own type does."""
+    add = _only_user(cast)
+    back = _only_user(add) if add is not None and add.target is aten.add.Tensor else None
+    if add is None or back is None or back.target is not CAST or cast.args[1] is not torch.float32:
+        return None
+    other = _other(add, cast)
+    if not isinstance(other, Node) or other is cast or other.target is not CAST:
+        return None
+    (source, _), *_ = bind(other)
+    (*_, (alpha, _)) = bind(add)
+    mine, its = value(before), value(source)
+    return Step(back, before, add, cast) if alpha == 1 and mine is not None and _same_type(mine, its) else None
+
+
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _other(operator: Node, operand: Node) -> Any:
+    (left, _), (right, _), *_ = bind(operator)
+    return right if left is operand else left
+
+
+def _same_type(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    return b is not None and a.dtype == b.dtype
 
 
 def are_exact(steps: Sequence[Step]) -> bool:
@@ -69,7 +117,7 @@ def are_exact(steps: Sequence[Step]) -> bool:
 def _is_addition(node: Node, before: Node, other: object) -> bool:
     found, mine = value(other) if isinstance(other, Node) else None, value(before)
     (*_, (alpha, _)) = bind(node)
-    return alpha == 1 and found is not None and mine is not None and found.dtype == mine.dtype
+    return alpha == 1 and mine is not None and _same_type(mine, found)
 
 
 def _is_factor(node: Node, before: Node, other: object) -> bool:

@@ -47,3 +47,25 @@ def bench(
     from fusion_passes.cli import bench as command
 
     raise typer.Exit(command.run(hidden, batch, png, json))
+
+
+@app.command()
+def explain(
+    factory: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="A function that returns (module, inputs), as my_package.my_model:make or path/to/my_model.py:make.",
+        ),
+    ],
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the process group that is made up.")] = 8,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what torch is built for.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the graphs and verdicts to this page.")] = None,
+    graph: Annotated[bool, typer.Option(help="Print the graphs, not only the verdicts.")] = True,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if a fusion was missed.")] = False,
+    json: Json = False,
+) -> None:
+    """Show what the pass does to a model, without a GPU, other processes or memory for its weights."""
+    from fusion_passes.cli import explain as command
+
+    raise typer.Exit(command.run(factory, world_size, device, html, graph, strict, json))

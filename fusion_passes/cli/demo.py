@@ -14,10 +14,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import custom_ops
-import fusion_passes
 from fusion_passes import compat, ranks
 from fusion_passes.cli import demo_model, demo_view
-from fusion_passes.cli.block_recorder import BlockRecorder
+from fusion_passes.recorder import RecordedGraph, Recorder
 from fusion_passes.reporting import SiteReport
 
 WORLD_SIZE = 2
@@ -118,12 +117,12 @@ def generate_both(prompt: str, tokens: int) -> Outcome:
     ids, start = demo_model.encode(loaded.tokenizer, prompt, tokens)
     exact = copy.deepcopy(loaded.model)
     model = demo_model.shard(loaded.model, device, WORLD_SIZE)
-    recorder = BlockRecorder()
+    recorder = Recorder()
     with torch.inference_mode(), compat.without_caches():
         _say("compiling and generating with the pass")
         fused = _Side(model, device, {"post_grad_custom_post_pass": recorder})
         out = fused.generate(ids, start, loaded.tokenizer.eos_token_id)
-        sites = fusion_passes.report()
+        sites = [site for graph in recorder.graphs for site in graph.sites]
         calls = {str(launch): count for launch, count in custom_ops.launches().items()}
         _say("compiling and generating without it")
         stock = _Side(model, device, {})
@@ -133,6 +132,8 @@ def generate_both(prompt: str, tokens: int) -> Outcome:
         logits_eager = model(input_ids=out_stock.to(device), use_cache=False).logits.float().cpu()
         reference = exact(input_ids=out_stock, use_cache=False).logits
 
+    before, after = _one_block(recorder.graphs)
+
     def decode(tokens: Tensor) -> str:
         return str(loaded.tokenizer.decode(tokens[0, start:], skip_special_tokens=True))
 
@@ -140,8 +141,8 @@ def generate_both(prompt: str, tokens: int) -> Outcome:
         device=torch.cuda.get_device_name(device) if cuda else "cpu",
         sites=sites,
         calls=calls,
-        before=recorder.before,
-        after=recorder.after,
+        before=before,
+        after=after,
         text=decode(out),
         text_stock=decode(out_stock),
         tokens=int((out[0, start:] != loaded.tokenizer.eos_token_id).sum()),
@@ -198,3 +199,12 @@ def _say(text: str) -> None:
     if dist.get_rank() == 0:
         STATUS.print(f"[dim]{text} ...[/dim]")
         sys.stderr.flush()
+
+
+def _one_block(graphs: list[RecordedGraph]) -> tuple[str, str]:
+    """Texts of the second site that fused (the first may lack a residual), before and after."""
+    fused = [(graph, site) for graph in graphs for site in graph.sites if site.fused]
+    if not fused:
+        return "", ""
+    graph, site = fused[min(1, len(fused) - 1)]
+    return graph.part(site.node)

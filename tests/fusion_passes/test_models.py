@@ -5,18 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
 import custom_ops
 from tests.support.capture import Captured, capture
-from tests.support.models import GPT_OSS_PLAN, hugging_face, parallel_llama, token_ids
+from tests.support.models import GPT_OSS_PLAN, hugging_face, knows_plans, parallel_llama, token_ids
 from tests.support.ranks import Ranks
-
-knows_plans = pytest.mark.skipif(
-    TorchVersion(transformers.__version__) < "5.24", reason="the plans below are those of transformers 5.24 and later"
-)
 
 DENSE = ["norm", *["add_norm"] * 4]
 """The embedding feeds a norm directly; attention and MLP of both layers are added to the residual first."""

@@ -76,6 +76,11 @@ def broadcast_residual(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     return norm(total), total
 
 
+def added_in_float32(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    total = (r.float() + reduce(x).float()).to(x.dtype)
+    return norm(total), total
+
+
 @dataclass(frozen=True)
 class Expected:
     """Verdicts with reassociation, and without."""
@@ -99,6 +104,7 @@ EXACT = {
     bias_alone: ["add_norm"],
     multiplier_of_one: ["add_norm"],
     broadcast_residual: ["add_norm"],
+    added_in_float32: ["add_norm"],
 }
 """What the op rounds where eager mode does."""
 
@@ -260,6 +266,39 @@ def test_bias_in_two_dimensions_and_residual_in_three() -> None:
 
     captured = capture(block, tensors(16, HIDDEN, count=1)[0], tensors(2, 8, HIDDEN, count=1)[0])
     assert captured.rules == ["folded_add_norm"]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_added_in_two_dimensions_and_again_in_three() -> None:
+    def block(x: Tensor, y: Tensor, r: Tensor) -> Tensor:
+        return norm(r + (reduce(x) + y).view(2, 8, HIDDEN))
+
+    x, y = tensors(16, HIDDEN)
+    captured = capture(block, x, y, tensors(2, 8, HIDDEN, count=1)[0])
+    assert captured.rules == ["folded_add_norm"]
+    captured = capture(block, x, y[:1], tensors(2, 8, HIDDEN, count=1)[0])
+    assert captured.rules == ["reshaped"]
+    assert captured.after == captured.before
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_second_sum_added_in_float32() -> None:
+    def block(x: Tensor, r: Tensor) -> Tensor:
+        return norm(r + (reduce(x).float() + reduce(x.sin()).float()).to(x.dtype))
+
+    captured = capture(block, *tensors(2, 8, HIDDEN))
+    assert captured.rules == ["norm_shared", "folded_add_norm"]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_norm_of_the_float32_sum_is_left_alone() -> None:
+    def block(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        total = r.float() + reduce(x).float()
+        return norm(total).to(x.dtype), total.to(x.dtype)
+
+    captured = capture(block, *tensors(2, 8, HIDDEN))
+    assert captured.rules == ["cast_between"]
+    assert captured.after == captured.before
 
 
 def errors(program: Program, dtype: torch.dtype) -> tuple[float, float, float]:

@@ -1,8 +1,4 @@
-"""Run torch.compile up to and including Inductor's post-grad passes, and execute the resulting graph without codegen.
-
-The graph at the hook is the one that stock Inductor shows there: the same compile_fx, AOTAutograd and post-grad passes
-run; only the lowering to C++ or Triton is left out. So a test sees the text before and after, and the values.
-"""
+"""What torch.compile shows at the post-grad hook and what its graphs compute, without generating code."""
 
 from __future__ import annotations
 
@@ -11,14 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
-from torch._inductor import compile_fx as inductor
-from torch._inductor import config as inductor_config
-from torch._inductor.virtualized import V
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 import fusion_passes
-from fusion_passes import compat, graph_text
+from fusion_passes import compat, graph_text, tracing
 
 
 @dataclass
@@ -57,40 +49,20 @@ def capture(
 ) -> Captured:
     """Compile and call a function, in a fresh Dynamo, and return what was seen."""
     captured = Captured()
+
+    def look(into: list[str]) -> Callable[[Graph], None]:
+        return lambda graph: into.append(graph_text.render(graph))
+
+    def after(graph: Graph) -> None:
+        graph.lint()
+        captured.after.append(graph_text.render(graph))
+
     ours = (fusion_passes.AllReduceRMSFusionPass(config),) if passes is None else tuple(passes)
-    hook = compat.as_hook((_Snapshot(captured.before), *ours, _Snapshot(captured.after)))
-
-    def inner(gm: GraphModule, example_inputs: Sequence[Any], **flags: Any) -> Any:
-        inductor.view_to_reshape(gm)
-        with torch.no_grad():
-            fake_mode = inductor.fake_tensor_prop(gm, example_inputs)
-        with V.set_fake_mode(fake_mode):
-            inductor._recursive_post_grad_passes(gm, is_inference=flags.get("is_inference", False))
-        captured.final.append(graph_text.render(gm.graph))
-        gm.recompile()
-        return make_boxed_func(gm.forward)
-
-    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return inductor.compile_fx(gm, example_inputs, inner_compile=inner)
-
-    torch._dynamo.reset()
+    hook = (tracing.Snapshot(look(captured.before)), *ours, tracing.Snapshot(after))
     fusion_passes.reset_report()
-    with (
-        torch.set_grad_enabled(not no_grad),
-        inductor_config.patch(post_grad_custom_post_pass=hook, force_disable_caches=True),
-    ):
-        compiled = torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
-        captured.result = compiled(*inputs, **kwargs)
+    with torch.set_grad_enabled(not no_grad):
+        captured.result = tracing.call(
+            fn, inputs, kwargs, hook, dynamic=dynamic, fullgraph=fullgraph, final=look(captured.final)
+        )
     captured.sites = fusion_passes.report()
     return captured
-
-
-class _Snapshot(compat.CustomGraphPass):
-    def __init__(self, into: list[str]) -> None:
-        self.into = into
-
-    def __call__(self, graph: Graph) -> None:
-        self.into.append(graph_text.render(graph))
-
-    def uuid(self) -> str:
-        return "snapshot"

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.torch_version import TorchVersion
+
+knows_plans = pytest.mark.skipif(
+    TorchVersion(version("transformers")) < "5.24", reason="the plans are those of transformers 5.24 and later"
+)
+"""Marks tests that say what becomes of the plans of one release."""
 
 VOCABULARY, HIDDEN, HEADS = 128, 256, 4
 
