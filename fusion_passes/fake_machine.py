@@ -118,7 +118,7 @@ def default_device() -> torch.device:
 def faked(mode: FakeTensorMode, model: Any, inputs: Any, device: torch.device) -> tuple[Any, torch.device]:
     """(a copy of a module with fake parameters, their device); the module itself if it has none that are real.
 
-    A model that is sharded keeps the device of its mesh. A function is returned as it is, with the device of its inputs.
+    A model that is sharded keeps the device of its mesh. A function is returned as it is, with that of its inputs.
     """
     if not isinstance(model, nn.Module):
         given = [leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]

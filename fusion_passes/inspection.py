@@ -14,6 +14,10 @@ from fusion_passes.recorder import RecordedGraph, Recorder
 from fusion_passes.reporting import SiteReport
 
 
+class FactoryError(ValueError):
+    """A factory returned something else than a module and its inputs."""
+
+
 @dataclass(frozen=True)
 class Inspection:
     """What became of a model.
@@ -92,16 +96,15 @@ def inspect_factory(
         config: of the pass.
 
     Raises:
-        ValueError: world_size is less than 1, or the factory returns something else.
+        ValueError: world_size is less than 1.
+        FactoryError: the factory returns something else; a ValueError.
     """
 
     def make() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         made = factory()
         if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
             kind = type(made).__name__
-            raise ValueError(
-                f"the factory returned a {kind}; it must return (module, inputs), inputs being a tensor, tuple or dict"
-            )
+            raise FactoryError(f"the factory returned a {kind}; it must return (module, inputs)")
         model, inputs = made
         if isinstance(inputs, dict):
             return model, (), inputs
@@ -138,9 +141,7 @@ def _notes(used: torch.device, wanted: torch.device, ranks: int, world_size: int
             "a fake GPU of compute capability 9.0: limits of size are the defaults, FlashInfer is taken to be there"
         )
     if used.type != wanted.type:
-        notes.append(
-            f"the mesh of the model, or the function's inputs, are on {used.type}, so {wanted.type} was not used"
-        )
+        notes.append(f"on {used.type}, not {wanted.type}: as the mesh of the model, or the inputs of the function")
     if ranks != world_size:
         notes.append(f"the process group that exists has {ranks} ranks")
     return notes

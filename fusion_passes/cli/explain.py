@@ -14,9 +14,13 @@ from typing import Any
 from rich.console import Console
 
 from fusion_passes.cli import explain_page, explain_view
-from fusion_passes.inspection import Inspection, inspect_factory
+from fusion_passes.inspection import FactoryError, Inspection, inspect_factory
 
 STATUS = Console(stderr=True)
+
+
+class UnknownFactory(ValueError):
+    """A name that leads to no function."""
 
 
 def run(
@@ -25,11 +29,11 @@ def run(
     """Inspect and show; the exit status is 0 if there is an all-reduce, and with strict none was missed."""
     try:
         make = load(factory)
-    except ValueError as error:
+        with STATUS.status("compiling up to the pass"):
+            found = inspect_factory(make, world_size=world_size, device=device)
+    except (UnknownFactory, FactoryError) as error:
         STATUS.print(str(error), markup=False, highlight=False)
         return 2
-    with STATUS.status("compiling up to the pass"):
-        found = inspect_factory(make, world_size=world_size, device=device)
     if html is not None:
         html.write_text(explain_page.render(found, factory), encoding="utf-8")
         STATUS.print(f"wrote {html}", markup=False, highlight=False)
@@ -47,15 +51,15 @@ def load(name: str) -> Callable[[], Any]:
     """The function of "module:function" or "file.py:function".
 
     Raises:
-        ValueError: there is no such module, file or function.
+        UnknownFactory: there is no such module, file or function.
     """
     place, _, function = name.rpartition(":")
     if not place or not function:
-        raise ValueError(f"{name!r}: must be MODULE:FACTORY, such as my_model:make or path/to/my_model.py:make")
+        raise UnknownFactory(f"{name!r}: must be MODULE:FACTORY, such as my_model:make or path/to/my_model.py:make")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
     found = getattr(module, function, None)
     if not callable(found):
-        raise ValueError(f"{name!r}: {place} has no function {function!r}")
+        raise UnknownFactory(f"{name!r}: {place} has no function {function!r}")
     return found  # type: ignore[no-any-return]
 
 
@@ -76,7 +80,7 @@ def as_dict(found: Inspection) -> dict[str, Any]:
 
 def _from_file(path: Path) -> Any:
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise UnknownFactory(f"{path}: no such file")
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -94,4 +98,4 @@ def _from_name(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise ValueError(f"{name}: no such module; the working directory is searched first") from None
+        raise UnknownFactory(f"{name}: no such module; the working directory is searched first") from None

@@ -18,6 +18,10 @@ def llama(layers: int = 2) -> tuple[nn.Module, Tensor]:
     return parallel_llama(mesh, layers=layers), torch.zeros(2, 16, dtype=torch.int64)
 
 
+def twelve() -> tuple[nn.Module, Tensor]:
+    return llama(12)
+
+
 def deep() -> tuple[nn.Module, Tensor]:
     return llama(60)
 
