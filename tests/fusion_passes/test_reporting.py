@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import fusion_passes
-from fusion_passes import NotFused, reasons, reporting
+from fusion_passes import FusionConfig, NotFused, compat, reasons, reporting
 from tests.support.capture import capture
 from tests.support.programs import HIDDEN, NORMS, AddNorm, reduce, tensors
 
@@ -61,3 +65,76 @@ def test_place_of_a_node_without_any() -> None:
     node = graph.placeholder("x")
     site = reporting.verdict(node, "graph", "norm")
     assert (site.module, site.source) == ("", "")
+
+
+def half(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One all-reduce that fuses and one that does not, though a norm follows."""
+    norm = torch.nn.functional
+    return norm.rms_norm(residual + reduce(x), (HIDDEN,)), norm.layer_norm(residual + reduce(x.sin()), (HIDDEN,))
+
+
+def test_strict_fails_the_compilation_with_the_report() -> None:
+    compiled = torch.compile(half, options=fusion_passes.options(FusionConfig(strict=True)))
+    with torch.no_grad(), compat.without_caches(), pytest.raises(Exception, match="all-reduces fused") as raised:
+        compiled(*tensors(2, 8, HIDDEN))
+    text = str(raised.value)
+    assert "FusionError: 1 of 2 all-reduces fused (add_norm 1); left alone: norm_not_recognised 1" in text
+    assert re.search(r"\n! all_reduce_1 \(.*programs\.py:\d+\): norm_not_recognised: ", text)
+    assert re.search(r"\n  all_reduce \(.*\): add_norm\n", text)
+
+
+def test_strict_accepts_what_leaves_nothing_to_be_desired() -> None:
+    def block(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(reduce(x) + reduce(y), (HIDDEN,)).sin() @ reduce(x).sin()[0].T
+
+    captured = capture(block, *tensors(2, 8, HIDDEN), config=FusionConfig(strict=True))
+    assert captured.rules == ["norm_shared", "add_norm", "no_norm"]
+
+
+@pytest.mark.parametrize("code", reasons.CODES)
+def test_excused_reasons(code: str) -> None:
+    site = reporting.SiteReport("all_reduce", False, None, NotFused(code, "text"), "", "", "graph")
+    excused = {"disabled", "no_norm", "norm_shared", "single_rank", "above_limit", "max_token_num"}
+    assert site.missed is (code not in excused)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+import fusion_passes
+from tests.support.programs import tensors
+from tests.fusion_passes.test_reporting import half
+with torch.no_grad():
+    torch.compile(half, options=fusion_passes.options())(*tensors(2, 8, 64))
+dist.destroy_process_group()
+"""
+
+
+def run_script(**environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", **environment}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=variables, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )  # fmt: skip
+
+
+def test_torch_logs_controls_what_is_logged() -> None:
+    plain = run_script(TORCH_LOGS="fusion_passes").stderr
+    assert "1 of 2 all-reduces fused (add_norm 1)" in plain
+    assert "all_reduce_1 (" not in plain
+    full = run_script(TORCH_LOGS="+fusion_passes").stderr
+    assert "1 of 2 all-reduces fused (add_norm 1)" in full
+    assert re.search(r"all_reduce_1 \(.*\): norm_not_recognised: ", full)
+    assert "all-reduces fused" not in run_script().stderr
+
+
+def test_structured_trace_holds_the_verdicts(tmp_path: Path) -> None:
+    run_script(TORCH_TRACE=str(tmp_path))
+    (log,) = tmp_path.iterdir()
+    lines = log.read_text().splitlines()
+    (at,) = [place for place, line in enumerate(lines) if '"name": "fusion_passes"' in line]
+    assert '"artifact"' in lines[at]
+    payload = next(line for line in lines[at + 1 :] if line.startswith("\t"))
+    sites = json.loads(payload)
+    assert [site["rule"] for site in sites] == ["add_norm", None]
+    assert sites[1]["reason"]["code"] == "norm_not_recognised"
