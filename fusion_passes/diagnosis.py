@@ -16,7 +16,7 @@ from fusion_passes.reasons import NotFused
 aten = torch.ops.aten
 
 _NORM_PARTS = {aten.mean.dim, aten.var_mean.correction, aten.native_layer_norm.default, aten.rsqrt.default}
-_PASSED = {CAST, aten.reshape.default, aten.sum.dim_IntList}
+_PASSED = {CAST, aten.reshape.default, aten.sum.dim_IntList, aten.addmm.default}
 _REACH = 32
 """Nodes looked at in search of a norm of unknown form."""
 
@@ -31,7 +31,8 @@ class Blocker:
 
 
 def _is_scale(user: Node) -> bool:
-    return user.target is aten.mul.Tensor
+    tensors = [found for arg in user.all_input_nodes if (found := value(arg)) is not None and found.dim() > 0]
+    return user.target is aten.mul.Tensor and len(tensors) > 1
 
 
 def _is_cast_to_add(user: Node) -> bool:
@@ -46,7 +47,7 @@ def _is_mixed_add(user: Node) -> bool:
 BLOCKERS = (
     Blocker("cast_between", _is_cast_to_add, "casts the sum before it is added"),
     Blocker("residual_mismatch", _is_mixed_add, "adds the sum to a tensor of another type"),
-    Blocker("scale_between", _is_scale, "multiplies the sum by no number, or for more than one use"),
+    Blocker("scale_between", _is_scale, "multiplies the sum by a tensor"),
 )
 """Every known blocker, most specific first."""
 
@@ -93,8 +94,13 @@ def _norm_part_near(users: list[Node]) -> Node | None:
         if node.target in _NORM_PARTS:
             return node
         if len(frontier) < _REACH and _is_passed(node):
-            frontier += [user for user in node.users if user not in frontier]
+            frontier += [user for user in node.users if user not in frontier and not _is_factor_of(node, user)]
     return None
+
+
+def _is_factor_of(node: Node, product: Node) -> bool:
+    """Whether a node is multiplied in a matrix product, and not added to one."""
+    return product.target is aten.addmm.default and node in product.args[1:]
 
 
 def _is_passed(node: Node) -> bool:

@@ -133,9 +133,10 @@ def _bias_between(q: Question) -> str | None:
 
 
 def _sum_of_sums(q: Question) -> str | None:
-    if len(q.site.addends) <= 1 or _may_reassociate(q):
+    product = next((step.node for step in q.site.steps if step.product), None)
+    if (len(q.site.addends) <= 1 and product is None) or _may_reassociate(q):
         return None
-    return f"{q.site.addends[0]} is added to the sum, and that to {q.site.addends[1]}; {_ORDER}"
+    return f"{product or q.site.addends[0]} is added to the sum before the residual is; {_ORDER}"
 
 
 def _may_reassociate(q: Question) -> bool:

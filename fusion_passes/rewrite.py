@@ -108,7 +108,7 @@ class _Builder:
         x: Node = site.all_reduce.input
         residual: Node | None = None
         for step in site.steps:
-            operand = step.operand
+            operand = self._node(aten.mm.default, step.product, {}) if step.product else step.operand
             residual = residual and self._reshaped_like(residual, step.before)
             if step.adds and isinstance(operand, Node):
                 residual = operand if residual is None else self._node(aten.add.Tensor, (operand, residual), {})

@@ -45,7 +45,12 @@ class Step:
 
     @property
     def operand(self) -> Operand:
-        """What is added or multiplied; read from the graph, where an earlier rewrite may have replaced it."""
+        """What is added or multiplied; read from the graph, where an earlier rewrite may have replaced it.
+
+        The product in an addmm has no node of its own: the addmm stands for it, which has its type and shape.
+        """
+        if self.product:
+            return self.operator
         found = _other(self.operator, self.through)
         if self.through is not self.before:
             assert isinstance(found, Node)
@@ -53,9 +58,17 @@ class Step:
         return found  # type: ignore[no-any-return]
 
     @property
+    def product(self) -> tuple[Node, Node] | None:
+        """The matrices whose product is added, where Inductor has made one operator of product and addition."""
+        if self.operator.target is not aten.addmm.default:
+            return None
+        _, (a, _), (b, _), *_ = bind(self.operator)
+        return a, b
+
+    @property
     def adds(self) -> bool:
         """Whether the step adds a tensor; otherwise it scales."""
-        return self.operator.target is aten.add.Tensor
+        return self.operator.target in (aten.add.Tensor, aten.addmm.default)
 
     @property
     def does_nothing(self) -> bool:
@@ -77,7 +90,7 @@ def _plain(user: Node, before: Node) -> Step | None:
     check = _KINDS.get(user.target)
     if check is None:
         return None
-    other = _other(user, before)
+    other = user if user.target is aten.addmm.default else _other(user, before)
     return Step(user, before, user, before) if other is not before and check(user, before, other) else None
 
 
@@ -111,7 +124,8 @@ def _same_type(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 
 def are_exact(steps: Sequence[Step]) -> bool:
     """Whether the fused op rounds where the steps do: one tensor is added at most, and nothing scales."""
-    return sum(step.adds for step in steps) <= 1 and all(step.adds or step.does_nothing for step in steps)
+    single = sum(step.adds for step in steps) <= 1
+    return single and all((step.adds and not step.product) or step.does_nothing for step in steps)
 
 
 def _is_addition(node: Node, before: Node, other: object) -> bool:
@@ -127,6 +141,11 @@ def _is_factor(node: Node, before: Node, other: object) -> bool:
     return isinstance(other, (int, float))
 
 
+def _is_added_to_product(node: Node, before: Node, other: object) -> bool:
+    (added, _), (a, _), (b, _), (beta, _), (alpha, _) = bind(node)
+    return added is before and before not in (a, b) and alpha == beta == 1
+
+
 def _is_divisor(node: Node, before: Node, other: object) -> bool:
     return node.args[0] is before and _is_factor(node, before, other)
 
@@ -135,4 +154,5 @@ _KINDS: dict[object, Callable[[Node, Node, object], bool]] = {
     aten.add.Tensor: _is_addition,
     aten.mul.Tensor: _is_factor,
     aten.div.Tensor: _is_divisor,
+    aten.addmm.default: _is_added_to_product,
 }

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import custom_ops
 import fusion_passes
 from tests.support.ranks import Ranks
+
+settings.register_profile("default", max_examples=2000, deadline=None, derandomize=True, database=None)
+settings.register_profile("long", max_examples=50_000, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 @pytest.fixture(autouse=True)

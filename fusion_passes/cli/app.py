@@ -40,13 +40,16 @@ def demo(
 def bench(
     hidden: Annotated[int, typer.Option(min=8, help="Hidden size of the op sweep.")] = 4096,
     batch: Annotated[list[int], typer.Option(help="Batch size of a decoding step; repeat for several.")] = [1, 16, 64],  # noqa: B006
+    layers: Annotated[
+        list[int], typer.Option(min=1, help="Layers to compile for the cost of the pass; repeat for several.")
+    ] = [10, 100],  # noqa: B006
     png: Annotated[Path | None, typer.Option(help="Write a plot of the op sweep to this file.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure the op and a decoding step on two GPUs, with the pass against without."""
+    """Measure what the pass costs, and on two GPUs the op and a decoding step, with the pass against without."""
     from fusion_passes.cli import bench as command
 
-    raise typer.Exit(command.run(hidden, batch, png, json))
+    raise typer.Exit(command.run(hidden, batch, layers, png, json))
 
 
 @app.command()

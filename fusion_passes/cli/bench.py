@@ -1,4 +1,4 @@
-"""The bench command: measurements on two GPUs, as tables, as JSON and as a plot."""
+"""The bench command: what the pass costs, and what it gains on two GPUs, as tables, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rich.table import Table
 
 from custom_ops import flashinfer_adapter
 from fusion_passes import compat, ranks
-from fusion_passes.bench import decode_step, op_sweep
+from fusion_passes.bench import decode_step, op_sweep, pass_cost
 from fusion_passes.bench.decode_step import Step
 from fusion_passes.bench.op_sweep import Point
+from fusion_passes.bench.pass_cost import Cost
 
 WORLD_SIZE = 2
 STATUS = Console(stderr=True)
@@ -22,7 +23,7 @@ STATUS = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Measured:
-    """Everything one run measured, with where."""
+    """Everything one run measured on GPUs, with where."""
 
     device: str
     torch_version: str
@@ -32,22 +33,36 @@ class Measured:
     decode: list[Step]
 
 
-def run(hidden: int, batches: list[int], png: Path | None, json: bool) -> int:
-    """Measure and show; the exit status is 0 if everything was measured."""
-    if ranks.default_backend(WORLD_SIZE) != "nccl":
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        STATUS.print(f"bench needs {WORLD_SIZE} CUDA devices and finds {found}: nothing was measured", markup=False)
-        return 1
-    measured = ranks.spawn(measure, hidden, batches, world_size=WORLD_SIZE)[0]
-    if png is not None:
+def run(hidden: int, batches: list[int], layers: list[int], png: Path | None, json: bool) -> int:
+    """Measure and show; the exit status is 0 also where there are no GPUs, which is said."""
+    with STATUS.status("compiling, to see what the pass costs"):
+        costs = pass_cost.sweep(layers)
+    measured, missing = None, _missing()
+    if missing:
+        STATUS.print(missing, markup=False, highlight=False)
+    else:
+        measured = ranks.spawn(measure, hidden, batches, world_size=WORLD_SIZE)[0]
+    if png is not None and measured is not None:
         from fusion_passes.bench import plot
 
         plot.op_sweep(measured.op, f"{measured.device}, {WORLD_SIZE} ranks, hidden size {hidden}", png)
     if json:
-        print(jsonlib.dumps(asdict(measured)))
-    else:
-        _show(Console(), measured)
+        gpus = asdict(measured) if measured else {"not_measured": missing}
+        print(jsonlib.dumps({"pass_cost": [asdict(cost) for cost in costs], **gpus}))
+        return 0
+    console = Console()
+    console.print(_costs(costs))
+    if measured:
+        _show(console, measured)
     return 0
+
+
+def _missing() -> str | None:
+    """Why nothing can be measured on GPUs."""
+    if ranks.default_backend(WORLD_SIZE) == "nccl":
+        return None
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return f"op sweep and decoding step need {WORLD_SIZE} CUDA devices, found {found}: not measured"
 
 
 def measure(hidden: int, batches: list[int]) -> Measured:
@@ -61,6 +76,16 @@ def measure(hidden: int, batches: list[int]) -> Measured:
             op=op_sweep.sweep(hidden),
             decode=[decode_step.measure(batch) for batch in batches],
         )
+
+
+def _costs(costs: list[Cost]) -> Table:
+    table = Table(title="the pass, in a compilation of a Llama-shaped stack on CPU tensors")
+    for column in ("layers", "nodes", "all-reduces", "ms per all-reduce", "pass, s", "Inductor, s", "share", "all, s"):
+        table.add_column(column, justify="right")
+    for cost in costs:
+        numbers = (f"{cost.ms_per_site:.2f}", f"{cost.in_pass:.3f}", f"{cost.in_inductor:.1f}", f"{cost.share:.2%}")
+        table.add_row(str(cost.layers), str(cost.nodes), str(cost.sites), *numbers, f"{cost.whole:.1f}")
+    return table
 
 
 def _show(console: Console, measured: Measured) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from fusion_passes import NotFused, SiteReport, ranks
 from fusion_passes.bench.op_sweep import Point
+from fusion_passes.bench.pass_cost import Cost
 from fusion_passes.bench.timing import Timing
 from fusion_passes.cli import bench, demo, demo_model, demo_view
 from fusion_passes.cli.app import app
@@ -35,7 +36,7 @@ def outcome(**changes: object) -> Outcome:
 def test_help_names_the_commands() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "bench"):
+    for command in ("demo", "bench", "explain"):
         assert command in result.output
 
 
@@ -98,10 +99,20 @@ def test_tie_gap() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs to measure")
-def test_bench_says_what_it_needs() -> None:
-    result = CliRunner().invoke(app, ["bench"])
-    assert result.exit_code == 1
-    assert "bench needs 2 CUDA devices and finds 0" in result.stderr
+def test_bench_measures_the_pass_and_says_what_it_cannot() -> None:
+    result = CliRunner().invoke(app, ["bench", "--layers", "2", "--layers", "4", "--json"])
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert "need 2 CUDA devices, found 0" in result.stderr
+    assert "need 2 CUDA devices" in found["not_measured"]
+    small, large = found["pass_cost"]
+    assert (small["layers"], small["sites"], large["sites"]) == (2, 4, 8)
+    assert 0 < small["in_pass"] < small["in_inductor"] < small["whole"]
+    # A bound so wide that only another order of growth can break it on a busy machine.
+    assert large["in_pass"] / large["sites"] < 0.01
+    console = Console(record=True, width=160)
+    console.print(bench._costs([Cost(2, 90, 4, 0.002, 1.0, 2.0)]))
+    assert "0.50" in console.export_text()
 
 
 def test_plot_is_written(tmp_path: Path) -> None:

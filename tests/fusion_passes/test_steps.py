@@ -19,6 +19,7 @@ from tests.support.ulp import ulp
 
 Program = Callable[..., Tensor]
 
+MATRIX = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(3)) / HIDDEN**0.5
 BIAS = torch.linspace(-1, 1, HIDDEN).bfloat16()
 
 
@@ -81,6 +82,12 @@ def added_in_float32(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     return norm(total), total
 
 
+def product(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """Inductor makes an addmm of the sum and the product."""
+    total = r.flatten(0, 1) + (reduce(x.flatten(0, 1)) + r.flatten(0, 1).sin() @ MATRIX.to(x.dtype))
+    return norm(total).view_as(x), total.view_as(x)
+
+
 @dataclass(frozen=True)
 class Expected:
     """Verdicts with reassociation, and without."""
@@ -96,6 +103,7 @@ FOLDED = {
     multiplier_alone: Expected(["folded_norm"], ["scale_between"]),
     bias_and_multiplier: Expected(["folded_add_norm"], ["scale_between"]),
     second_tensor: Expected(["folded_add_norm"], ["sum_of_sums"]),
+    product: Expected(["folded_add_norm"], ["sum_of_sums"]),
     second_sum: Expected(["norm_shared", "folded_add_norm"], ["sum_of_sums", "sum_of_sums"]),
 }
 """What is taken before the sum instead of after it: another order of roundings, so only if allowed."""
@@ -229,6 +237,43 @@ getitem: bf16[2, 8, 64] = getitem(auto_functionalized_v2, 1)
 getitem_1: bf16[2, 8, 64] = getitem(auto_functionalized_v2, 2)
 return [getitem, getitem_1]""",
     )
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_graph_of_a_product() -> None:
+    assert "= addmm(wait_tensor" in run(product).before[0]
+    assert_expected_inline(
+        run(product).after[0],
+        """\
+arg0_1: bf16[2, 8, 64]
+arg1_1: bf16[2, 8, 64]
+arg2_1: f32[64, 64]
+view_1: bf16[16, 64] = reshape(arg1_1, [16, 64])
+view: bf16[16, 64] = reshape(arg0_1, [16, 64])
+view_2: bf16[16, 64] = reshape(arg0_1, [16, 64])
+sin: bf16[16, 64] = sin(view_2)
+convert_element_type: bf16[64, 64] = convert_element_type(arg2_1, bf16)
+mm_default: bf16[16, 64] = mm(sin, convert_element_type)
+add_tensor: bf16[16, 64] = add.Tensor(view, mm_default)
+empty_like_default: bf16[16, 64] = empty_like(add_tensor, memory_format=torch.contiguous_format)
+empty_like_default_1: bf16[16, 64] = empty_like(add_tensor, memory_format=torch.contiguous_format)
+auto_functionalized_v2: (None, bf16[16, 64], bf16[16, 64]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=view_1, residual=add_tensor, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=1, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16)
+getitem: bf16[16, 64] = getitem(auto_functionalized_v2, 1)
+getitem_1: bf16[16, 64] = getitem(auto_functionalized_v2, 2)
+view_3: bf16[2, 8, 64] = reshape(getitem, [2, 8, 64])
+view_4: bf16[2, 8, 64] = reshape(getitem_1, [2, 8, 64])
+return [view_3, view_4]""",
+    )
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_sum_that_is_multiplied_in_a_product() -> None:
+    def block(x: Tensor, r: Tensor) -> Tensor:
+        return norm(r.flatten(0, 1) + reduce(x.flatten(0, 1)) @ MATRIX.bfloat16())
+
+    captured = capture(block, *tensors(2, 8, HIDDEN))
+    assert captured.rules == ["other_between"]
+    assert captured.after == captured.before
 
 
 @pytest.mark.usefixtures("fake_group")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-VOCABULARY = 128
+from tests.support.capture import capture
+from tests.support.models import VOCABULARY, token_ids
+
+RELEASE = "5.24.0"
+"""The release of transformers whose architectures these are."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -36,6 +42,11 @@ SMALL: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "rotary_dim": 8,
 }
 """What makes a configuration small, for the attributes that it has."""
 
@@ -65,6 +76,50 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Mistral4ForCausalLM": {"head_dim": 16},
 }
 """What an architecture needs beyond that."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one architecture.
+
+    Attributes:
+        name: of its class.
+        all_reduces: in its compiled graphs.
+        fused: rules and how often they served.
+        left: reasons and how often they were given; or why the model cannot be traced.
+    """
+
+    name: str
+    all_reduces: str
+    fused: str
+    left: str
+
+    def __str__(self) -> str:
+        return f"| {self.name} | {self.all_reduces} | {self.fused} | {self.left} |"
+
+    @classmethod
+    def parse(cls, line: str) -> Row:
+        """The row of a line of the table."""
+        return cls(*(cell.strip() for cell in line.strip().strip("|").split("|")))
+
+
+def measure(name: str) -> Row:
+    """Trace an architecture up to the hook, between two ranks."""
+    try:
+        model = build(name)
+        with torch.no_grad():
+            model(token_ids(2, 16), use_cache=False)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        return Row(name, "-", "-", f"its own plan fails in eager mode: {str(error).splitlines()[0][:90]}")
+    found = capture(lambda ids: model(ids, use_cache=False).logits, token_ids(2, 16), fullgraph=False)
+    fused = Counter(site.rule for site in found.sites if site.rule)
+    left = Counter(site.reason.code for site in found.sites if site.reason)
+    graphs = f" in {len(found.before)} graphs" if len(found.before) > 1 else ""
+    return Row(name, f"{len(found.sites)}{graphs}", _counted(fused), _counted(left))
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
 def architectures() -> list[str]:

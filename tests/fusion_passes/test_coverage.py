@@ -1,0 +1,85 @@
+"""Every causal language model of transformers with a tensor-parallel plan: docs/coverage.md says what is so."""
+
+from __future__ import annotations
+
+import os
+import random
+from importlib.metadata import version
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import custom_ops
+from fusion_passes import reasons, rules
+from tests.support import write_coverage, zoo
+from tests.support.capture import capture
+from tests.support.models import token_ids
+from tests.support.ranks import Ranks
+
+ROWS = {row.name: row for row in write_coverage.rows()}
+RUNS = [row.name for row in ROWS.values() if row.fused not in ("", "-")]
+TENTH = sorted(random.Random(os.environ.get("COVERAGE_SEED", zoo.RELEASE)).sample(RUNS, len(ROWS) // 10))
+"""Architectures whose values are compared; another seed takes others."""
+
+pytestmark = pytest.mark.skipif(
+    version("transformers") != zoo.RELEASE, reason=f"the table is that of transformers {zoo.RELEASE}"
+)
+
+
+def test_page_has_every_architecture_once_and_nothing_written_by_hand_in_its_table() -> None:
+    assert list(ROWS) == zoo.architectures()
+    assert write_coverage.PAGE.read_text() == write_coverage.page(list(ROWS.values()), write_coverage.notes())
+    known = {rule.name for rule in rules.RULES} | set(reasons.CODES)
+    named = {
+        part.split()[0]
+        for row in ROWS.values()
+        for part in f"{row.fused}, {row.left}".split(", ")
+        if part[:1].isalpha() and row.fused != "-"
+    }
+    assert named <= known
+
+
+def test_enough_fuse() -> None:
+    whole = [
+        row
+        for row in ROWS.values()
+        if row.fused not in ("", "-") and write_coverage.codes(row) <= write_coverage.EXPECTED
+    ]
+    assert len(whole) >= 79
+    assert len(RUNS) >= 90
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("name", ROWS)
+def test_verdicts(name: str) -> None:
+    assert zoo.measure(name) == ROWS[name]
+
+
+def values(name: str) -> tuple[int, float, float]:
+    """(sites fused, share of tokens whose logits are close to eager's, their median difference)."""
+    model, ids = zoo.build(name), token_ids(2, 16)
+
+    def logits(ids: Tensor) -> Tensor:
+        return model(ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    captured = capture(logits, ids, fullgraph=False)
+    fused = sum(site.fused for site in captured.sites)
+    assert sum(custom_ops.launches().values()) == fused
+    with torch.no_grad():
+        eager = logits(ids)
+    everyone = [torch.empty_like(eager) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, captured.result.contiguous())
+    assert all(torch.equal(everyone[0], other) for other in everyone), "ranks agree bit for bit"
+    difference = (captured.result - eager).float().abs().amax(-1) / eager.float().std()
+    return fused, (difference < 0.08).float().mean().item(), difference.median().item()
+
+
+@pytest.mark.parametrize("name", TENTH)
+def test_values_of_a_tenth(ranks: Ranks, name: str) -> None:
+    for fused, close, median in ranks.run(values, name, timeout=300.0):
+        assert fused == sum(int(part.split()[1]) for part in ROWS[name].fused.split(", "))
+        assert median < 0.05
+        # A router may send some tokens to other experts for the last bit of their norm.
+        assert close >= 0.8
