@@ -17,7 +17,7 @@ HIDDEN = 16
 SHAPES = ((8, HIDDEN), (2, 4, HIDDEN))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FACTORS = (1.0, 0.5, 0.22, 2)
-NORM_NAMES = sorted(NORMS)
+_NORMS = [NORMS[name](HIDDEN) for name in sorted(NORMS)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _add_in_float32(machine: Machine, a: Tensor, b: Tensor, choice: int) -> Tens
 
 
 def _norm(machine: Machine, a: Tensor, b: Tensor, choice: int) -> Tensor:
-    norm = NORMS[NORM_NAMES[choice % len(NORM_NAMES)]](HIDDEN, a.dtype)
+    norm = _NORMS[choice % len(_NORMS)]
     # Parameters reach a graph as inputs.
     weights = {"weight": machine.weight.to(a.dtype)}
     return torch.func.functional_call(norm, weights, a)  # type: ignore[no-any-return]
