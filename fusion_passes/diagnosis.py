@@ -9,8 +9,8 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from fusion_passes.norms import CAST, Norm
-from fusion_passes.patterns import value
+from fusion_passes.norms import Norm
+from fusion_passes.patterns import CAST, value
 from fusion_passes.reasons import NotFused
 
 aten = torch.ops.aten

@@ -14,10 +14,9 @@ import torch
 from torch._inductor.pattern_matcher import KeywordArg, Match, PatternExpr, is_match
 from torch.fx import Graph, Node
 
-from fusion_passes.patterns import OneOf, Op, either_order, same_size, value
+from fusion_passes.patterns import CAST, OneOf, Op, either_order, same_size, value
 
 aten = torch.ops.aten
-CAST = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)

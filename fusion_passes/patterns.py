@@ -25,6 +25,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _OTHER_TARGET, _OTHER_ARGUMENT, _NO_ALTERNATIVE = map(FailedMatch, ("target", "argument", "alternatives"))
+CAST = torch.ops.prims.convert_element_type.default
 
 
 class Op(PatternExpr):

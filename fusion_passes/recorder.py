@@ -33,6 +33,11 @@ class RecordedGraph:
     after: tuple[Line, ...]
     sites: tuple[SiteReport, ...]
 
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """Rule or reason code of each all-reduce, by its name."""
+        return {site.node: site.verdict for site in self.sites}
+
     def part(self, site: str) -> tuple[str, str]:
         """Text of one site before and after, by the name of its all-reduce."""
         before, after = (
@@ -53,6 +58,11 @@ class Recorder(AllReduceRMSFusionPass):
         self.graphs: list[RecordedGraph] = []
         self._sites: list[SiteReport] = []
         self._owners: dict[str, str] = {}
+
+    @property
+    def sites(self) -> list[SiteReport]:
+        """Verdicts for the all-reduces of all graphs."""
+        return [site for graph in self.graphs for site in graph.sites]
 
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
         """Rewrite a graph in place and record it."""

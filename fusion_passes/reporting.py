@@ -40,6 +40,11 @@ class SiteReport:
     graph: str
 
     @property
+    def verdict(self) -> str:
+        """In a word: the rule, or the code of the reason."""
+        return self.rule or (self.reason.code if self.reason else "")
+
+    @property
     def missed(self) -> bool:
         """Whether a fusion was to be expected and did not come about."""
         return self.reason is not None and self.reason.code not in EXCUSED

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusion_passes.patterns import bind, same_shape, value
+from fusion_passes.patterns import CAST, bind, same_shape, value
 
 aten = torch.ops.aten
-CAST = torch.ops.prims.convert_element_type.default
 
 Operand = Node | float
 

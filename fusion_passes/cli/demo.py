@@ -122,7 +122,6 @@ def generate_both(prompt: str, tokens: int) -> Outcome:
         _say("compiling and generating with the pass")
         fused = _Side(model, device, {"post_grad_custom_post_pass": recorder})
         out = fused.generate(ids, start, loaded.tokenizer.eos_token_id)
-        sites = [site for graph in recorder.graphs for site in graph.sites]
         calls = {str(launch): count for launch, count in custom_ops.launches().items()}
         _say("compiling and generating without it")
         stock = _Side(model, device, {})
@@ -139,7 +138,7 @@ def generate_both(prompt: str, tokens: int) -> Outcome:
 
     return Outcome(
         device=torch.cuda.get_device_name(device) if cuda else "cpu",
-        sites=sites,
+        sites=recorder.sites,
         calls=calls,
         before=before,
         after=after,

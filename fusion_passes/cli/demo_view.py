@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.table import Table
 
-from fusion_passes.reporting import SiteReport
+from fusion_passes.cli.explain_view import verdicts
 
 if TYPE_CHECKING:
     from fusion_passes.cli.demo import Outcome
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def show(console: Console, prompt: str, outcome: Outcome) -> None:
     """Print the verdicts, one block of the graph before and after, the two texts and the numbers."""
-    console.print(_verdicts(outcome.sites))
+    console.print(verdicts(outcome.sites))
     for title, text in (("one block before", outcome.before), ("the same block after", outcome.after)):
         console.print(Panel(Syntax(text, "python", word_wrap=True, background_color="default"), title=title))
     console.print(Panel(prompt, title="prompt"))
@@ -27,16 +27,6 @@ def show(console: Console, prompt: str, outcome: Outcome) -> None:
     console.print(_numbers(outcome))
     for problem in outcome.problems:
         console.print(f"[red]problem:[/red] {problem}")
-
-
-def _verdicts(sites: list[SiteReport]) -> Table:
-    table = Table(title="every all-reduce and its verdict")
-    for column in ("all-reduce", "module", "verdict"):
-        table.add_column(column, overflow="fold")
-    for site in sites:
-        verdict = f"[green]{site.rule}[/green]" if site.fused else f"[yellow]{site.reason}[/yellow]"
-        table.add_row(site.node, site.module, verdict)
-    return table
 
 
 def _numbers(outcome: Outcome) -> Table:

@@ -7,7 +7,6 @@ from importlib.resources import files
 
 from jinja2 import Environment
 
-from fusion_passes.cli.explain_view import verdicts_of
 from fusion_passes.folding import Block, fold
 from fusion_passes.inspection import Inspection
 from fusion_passes.recorder import RecordedGraph
@@ -53,9 +52,8 @@ def render(found: Inspection, title: str) -> str:
 
 
 def _sheet(index: int, graph: RecordedGraph) -> Sheet:
-    verdicts = verdicts_of(graph)
     regions = {
         site.node: Region(f"g{index}-{site.node}", site, place * HUE_STEP % 360)
         for place, site in enumerate(graph.sites)
     }
-    return Sheet(graph.name, fold(graph.before, verdicts), fold(graph.after, verdicts), regions)
+    return Sheet(graph.name, fold(graph.before, graph.verdicts), fold(graph.after, graph.verdicts), regions)

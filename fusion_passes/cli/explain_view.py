@@ -20,7 +20,7 @@ LEFT_ALONE = "yellow"
 
 def show(console: Console, found: Inspection, graphs: bool) -> None:
     """Print verdicts, and the graphs if asked for."""
-    console.print(_verdicts(found.sites))
+    console.print(verdicts(found.sites))
     if graphs:
         for graph in found.graphs:
             for title, lines in (("before", graph.before), ("after", graph.after)):
@@ -33,12 +33,8 @@ def show(console: Console, found: Inspection, graphs: bool) -> None:
         console.print(f"note: {note}", highlight=False, markup=False)
 
 
-def verdicts_of(graph: RecordedGraph) -> dict[str, str]:
-    """Rule or reason code of each all-reduce of a graph, by its name."""
-    return {site.node: site.rule or (site.reason.code if site.reason else "") for site in graph.sites}
-
-
-def _verdicts(sites: list[SiteReport]) -> Table:
+def verdicts(sites: list[SiteReport]) -> Table:
+    """Every all-reduce with its place and its verdict."""
     table = Table(title=f"{len(sites)} all-reduces")
     for column in ("all-reduce", "module", "source", "verdict"):
         table.add_column(column, overflow="fold")
@@ -50,7 +46,7 @@ def _verdicts(sites: list[SiteReport]) -> Table:
 
 def _graph(graph: RecordedGraph, lines: tuple[Line, ...]) -> Iterator[Text]:
     colours = _colours(graph.sites)
-    for block in fold(lines, verdicts_of(graph)):
+    for block in fold(lines, graph.verdicts):
         for line in block.lines[: block.period]:
             yield _line(line, colours)
         if block.count > 1:

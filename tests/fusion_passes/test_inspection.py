@@ -20,7 +20,7 @@ from tests.support.programs import HIDDEN, NORMS, AddNorm, JustNorm, reduce, ten
 
 
 def rules(found: fusion_passes.Inspection) -> list[str]:
-    return [site.rule or (site.reason.code if site.reason else "") for site in found.sites]
+    return [site.verdict for site in found.sites]
 
 
 def test_module_with_collectives_of_its_own() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-import custom_ops
+from tests.support.agreement import with_eager
 from tests.support.capture import Captured, capture
 from tests.support.models import GPT_OSS_PLAN, hugging_face, knows_plans, parallel_llama, token_ids
 from tests.support.ranks import Ranks
@@ -94,15 +93,7 @@ def values(name: str) -> tuple[list[str], float]:
     def logits(ids: Tensor) -> Tensor:
         return model(ids) if name == "by hand" else model(ids, use_cache=False).logits
 
-    captured = capture(logits, ids)
-    fused = sum(site.fused for site in captured.sites)
-    assert sum(custom_ops.launches().values()) == fused
-    with torch.no_grad():
-        eager = logits(ids)
-    everyone = [torch.empty_like(eager) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, captured.result.contiguous())
-    assert all(torch.equal(everyone[0], other) for other in everyone), "ranks agree bit for bit"
-    difference = (captured.result - eager).float().abs().amax(-1) / eager.float().std()
+    captured, difference = with_eager(logits, ids)
     # A few ulp of bfloat16 (2^-8) after two layers and the head.
     return captured.rules, (difference < 0.08).float().mean().item()
 

@@ -34,7 +34,7 @@ class Captured:
     @property
     def rules(self) -> list[str]:
         """Rule or reason code of each site."""
-        return [site.rule or (site.reason.code if site.reason else "") for site in self.sites]
+        return [site.verdict for site in self.sites]
 
 
 def capture(

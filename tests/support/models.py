@@ -141,16 +141,22 @@ def hugging_face(name: str, plan: str | dict[str, str] = "auto", tp_size: int = 
     """A tiny random model of an architecture, sharded by transformers with the model's plan or another."""
     import transformers
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
 
     transformers.logging.set_verbosity_error()
     config_class, changes = CONFIGS[name]
     config = getattr(transformers, config_class)(**{**COMMON, **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    return distribute(model, plan, tp_size)
+
+
+def distribute(model: Any, plan: str | dict[str, str] = "auto", tp_size: int = 2) -> nn.Module:
+    """A model of transformers with random norm weights, sharded by transformers with a plan."""
+    from transformers.distributed import DistributedConfig
+
     _with_random_norms(model)
     distributed, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=tp_size, tp_plan=plan))
-    return type(model).maybe_distribute_model(model, distributed, mesh)
+    return type(model).maybe_distribute_model(model, distributed, mesh)  # type: ignore[no-any-return]
 
 
 def token_ids(*shape: int) -> Tensor:

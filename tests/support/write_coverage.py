@@ -26,8 +26,8 @@ def rows() -> list[Row]:
 
 def page(table: list[Row], notes: str) -> str:
     """Text of the page."""
-    whole = [row for row in table if row.fused not in ("", "-") and codes(row) <= EXPECTED]
-    some = [row for row in table if row.fused not in ("", "-") and row not in whole]
+    whole = [row for row in table if row.fuses and row.reasons <= EXPECTED]
+    some = [row for row in table if row.fuses and row not in whole]
     nothing = [row for row in table if row.fused == ""]
     failing = [row for row in table if row.fused == "-"]
     head = (
@@ -42,11 +42,6 @@ def page(table: list[Row], notes: str) -> str:
     return f"{head}{notes}{COLUMNS}" + "\n".join(map(str, table)) + "\n"
 
 
-def codes(row: Row) -> set[str]:
-    """Reasons of a row."""
-    return {part.split()[0] for part in row.left.split(", ") if part}
-
-
 def notes() -> str:
     """What stands between the head of the page and its table; written by hand."""
     text = PAGE.read_text()
@@ -58,11 +53,10 @@ def main() -> None:
     os.environ["TQDM_DISABLE"] = "1"
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    names = rows_of_all()
-    PAGE.write_text(page(names, notes()))
+    PAGE.write_text(page(measure_all(), notes()))
 
 
-def rows_of_all() -> list[Row]:
+def measure_all() -> list[Row]:
     """Measure every architecture on two processes."""
     context = torch.multiprocessing.get_context("spawn")
     from tests.support.zoo import architectures, measure

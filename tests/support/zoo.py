@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.capture import capture
-from tests.support.models import VOCABULARY, token_ids
+from tests.support.models import VOCABULARY, distribute, token_ids
 
 RELEASE = "5.24.0"
 """The release of transformers whose architectures these are."""
@@ -94,6 +94,16 @@ class Row:
     fused: str
     left: str
 
+    @property
+    def fuses(self) -> bool:
+        """Whether any all-reduce does."""
+        return self.fused not in ("", "-")
+
+    @property
+    def reasons(self) -> set[str]:
+        """Codes of those that do not."""
+        return {part.split()[0] for part in self.left.split(", ") if part}
+
     def __str__(self) -> str:
         return f"| {self.name} | {self.all_reduces} | {self.fused} | {self.left} |"
 
@@ -133,14 +143,12 @@ def architectures() -> list[str]:
 def build(name: str, tp_size: int = 2) -> nn.Module:
     """A tiny random model of an architecture, sharded by transformers with the model's own plan."""
     import transformers
-    from transformers.distributed import DistributedConfig
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     cls = getattr(transformers, name)
     model = cls._from_config(_config(name), dtype=torch.bfloat16, attn_implementation="eager").eval()
-    distributed, _, mesh = cls.prepare_distribute_model(DistributedConfig(tp_size=tp_size, tp_plan="auto"))
-    return cls.maybe_distribute_model(model, distributed, mesh)  # type: ignore[no-any-return]
+    return distribute(model, tp_size=tp_size)
 
 
 def _config_class(name: str) -> Any:
