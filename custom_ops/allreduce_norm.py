@@ -22,7 +22,8 @@ torch.library.define(
     "(Tensor allreduce_in, Tensor? residual, Tensor? rms_gamma, float rms_eps, int world_size, bool launch_with_pdl, "
     "bool fp32_acc, int max_token_num, int pattern_code, Tensor(a!)? norm_out=None, Tensor(b!)? quant_out=None, "
     "Tensor(c!)? scale_out=None, Tensor? scale_factor=None, *, Tensor(d!)? residual_out=None, str? group_name=None, "
-    "float weight_bias=0.0, Tensor? rms_eps_tensor=None, int? pdl_advance_launch_tokens=None) -> ()",
+    "float weight_bias=0.0, Tensor? rms_eps_tensor=None, int? pdl_advance_launch_tokens=None, int? layout_code=None, "
+    "int? block_quant_group_size=None) -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
@@ -47,12 +48,15 @@ def call_trtllm_fused_allreduce_norm(
     weight_bias: float = 0.0,
     rms_eps_tensor: Tensor | None = None,
     pdl_advance_launch_tokens: int | None = None,
+    layout_code: int | None = None,
+    block_quant_group_size: int | None = None,
 ) -> None:
-    """All-reduce, residual add and RMSNorm in one kernel launch; the same as, in eager PyTorch::
+    """All-reduce, residual add, RMSNorm and quantisation in one kernel launch; the same as, in eager PyTorch::
 
         residual_out.copy_(all_reduce(allreduce_in) + residual)
         norm_out.copy_(residual_out.float() * rsqrt(residual_out.float().square().mean(-1, True) + rms_eps)
                        * (weight_bias + rms_gamma.float()))
+        quant_out, scale_out = custom_ops.scaled_fp8_quant(norm_out, scale_factor)  # or another format, see below
 
     Any rank from 1 up: leading dimensions are flattened to [tokens, hidden]. CUDA tensors run FlashInfer's kernel, or
     the process group's all-reduce with the same roundings where the kernel cannot serve or would not pay; CPU tensors
@@ -67,17 +71,21 @@ def call_trtllm_fused_allreduce_norm(
         launch_with_pdl: programmatic dependent launch.
         fp32_acc: sum over ranks in float32 and round once.
         max_token_num: more tokens than this run unfused; 0 leaves it to the limits of the device.
-        pattern_code: 0 (all-reduce, add) or 1 (all-reduce, add, RMSNorm), FlashInfer's codes.
-        norm_out: written by pattern 1.
-        quant_out: None for these patterns.
-        scale_out: None for these patterns.
-        scale_factor: None for these patterns.
-        residual_out: written by both patterns.
+        pattern_code: FlashInfer's code: 0 (all-reduce, add), 1 (and RMSNorm), or RMSNorm and a format, without and with
+            norm_out: static FP8 2, 4; NVFP4 3, 5; per-group FP8 8, 9; per-token FP8 10, 11; MXFP8 13, 14.
+        norm_out: [..., hidden], same dtype.
+        quant_out: float8_e4m3fn [..., hidden]; NVFP4 uint8 [..., hidden / 2].
+        scale_out: what the quantising ops return as scales: float32, one a token; int32 [tokens, packs] for groups;
+            for MXFP8 and NVFP4 in the place that layout_code says, whose padding rows are not written.
+        scale_factor: one float32 on the device: static FP8 divides by it, NVFP4 multiplies by it.
+        residual_out: [..., hidden], same dtype, written by all patterns.
         group_name: ProcessGroup.group_name; None for the default group.
         weight_bias: added to gamma in float32; 1.0 for weights stored less one.
         rms_eps_tensor: epsilon as a 0-d CPU tensor; overrides rms_eps.
         pdl_advance_launch_tokens: largest number of tokens that triggers the successor early; None for
             PDL_ADVANCE_LAUNCH_TOKENS, 0 for never.
+        layout_code: 0 (swizzled 128x4, the default) or 2 (linear), for MXFP8 and NVFP4.
+        block_quant_group_size: elements that share a scale, for per-group FP8.
 
     Raises:
         ValueError: an argument is not as above; nothing was written.
@@ -91,6 +99,8 @@ def call_trtllm_fused_allreduce_norm(
         outputs={"norm_out": norm_out, "residual_out": residual_out, "quant_out": quant_out, "scale_out": scale_out},
         eps=rms_eps if rms_eps_tensor is None else arguments.host_scalar("rms_eps_tensor", rms_eps_tensor),
         weight_bias=weight_bias,
+        layout_code=layout_code,
+        block_quant_group_size=block_quant_group_size,
     )
     threshold = pdl.PDL_ADVANCE_LAUNCH_TOKENS if pdl_advance_launch_tokens is None else pdl_advance_launch_tokens
     flags = dispatch.Flags(launch_with_pdl, fp32_acc, threshold, max_token_num)
@@ -108,7 +118,8 @@ def _run(args: Arguments, group: ProcessGroup, flags: dispatch.Flags) -> None:
         unfused.finish(args, reduced)
         return
     message = dispatch.Message(args.tokens, args.hidden, args.allreduce_in.dtype, device)
-    launch, found = dispatch.plan(NAME, args.pattern.code, message, group, flags, args.copied_input)
+    quantisation = None if args.quantised is None else args.quantised.quantisation
+    launch, found = dispatch.plan(NAME, args.pattern.code, message, group, flags, args.copied_input, quantisation)
     counters.record(launch)
     if found is None:
         unfused.add_norm(args, group)
@@ -126,7 +137,7 @@ def _launch(args: Arguments, launch: Launch, found: Workspace, fp32_acc: bool) -
         completion_at_end=launch.completion_at_end,
         fp32_acc=fp32_acc and dtype != torch.float32,
     )
-    if args.norm_out is None:
+    if not args.norms:
         # The plain pattern adds no residual; with one, the sum goes through a buffer of its own.
         reduced = args.residual_out if args.residual is None else torch.empty_like(args.residual_out)
         flashinfer_adapter.launch(found.handle, replace(call, allreduce_out=reduced))
@@ -141,6 +152,7 @@ def _launch(args: Arguments, launch: Launch, found: Workspace, fp32_acc: bool) -
         gamma=found.zero_tensor((args.hidden,), dtype) if args.gamma is None else args.gamma,
         eps=args.eps,
         weight_bias=1.0 if args.gamma is None else args.weight_bias,
+        quantised=args.quantised,
     )
     flashinfer_adapter.launch(found.handle, call)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from custom_ops import domain, pattern_codes
+from custom_ops import domain, formats, pattern_codes, quant_arguments
 from custom_ops.pattern_codes import Pattern
+from custom_ops.quant_arguments import Quantised
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Arguments:
     """Checked arguments; tensors are contiguous, aligned [tokens, hidden] views of what was given, or copies of it.
 
     Attributes:
+        quantised: what is quantised; None where nothing is.
         copied_input: an input had to be copied.
         copy_back: (temporary, output) for each output that is not aligned: the caller copies when all is written.
     """
@@ -29,6 +31,7 @@ class Arguments:
     weight_bias: float
     residual_out: Tensor
     norm_out: Tensor | None
+    quantised: Quantised | None
     copied_input: bool
     copy_back: tuple[tuple[Tensor, Tensor], ...]
 
@@ -36,6 +39,11 @@ class Arguments:
     def tokens(self) -> int:
         """Rows of the flattened input."""
         return self.allreduce_in.shape[0]
+
+    @property
+    def norms(self) -> bool:
+        """Whether the norm is taken: to be written, or to be quantised."""
+        return self.norm_out is not None or self.quantised is not None
 
     @property
     def hidden(self) -> int:
@@ -50,6 +58,8 @@ def check(
     outputs: dict[str, Tensor | None],
     eps: float,
     weight_bias: float,
+    layout_code: int | None = None,
+    block_quant_group_size: int | None = None,
 ) -> Arguments:
     """Check and flatten the arguments of one call.
 
@@ -60,6 +70,8 @@ def check(
         outputs: the output tensors by name.
         eps: epsilon of the norm.
         weight_bias: added to gamma.
+        layout_code: place of block scales.
+        block_quant_group_size: elements that share a scale, for per-group FP8.
 
     Raises:
         ValueError: naming the argument, what it is and what is allowed.
@@ -77,10 +89,14 @@ def check(
     if gamma is not None:
         _check_gamma(allreduce_in, gamma)
     given = {name: tensor for name, tensor in outputs.items() if tensor is not None}
-    for name, tensor in given.items():
+    plain = {name: tensor for name, tensor in given.items() if name in _LIKE_INPUT}
+    for name, tensor in plain.items():
         _check_like(allreduce_in, name, tensor)
-    views = {name: _view_output(name, tensor, hidden) for name, tensor in given.items()}
-    _check_overlap({"allreduce_in": allreduce_in, "residual": residual, "rms_gamma": gamma}, given)
+    views = {name: _view_output(name, tensor, hidden) for name, tensor in plain.items()}
+    quantised = _check_quantised(pattern, allreduce_in, inputs, outputs, layout_code, block_quant_group_size)
+    if quantised is not None:
+        views["quant_out"] = quantised.out
+    _check_overlap({"allreduce_in": allreduce_in, **inputs}, given)
     targets = {name: view if _aligned(view) else torch.empty_like(view) for name, view in views.items()}
     flat_in = _flatten_input(allreduce_in, hidden)
     flat_residual = None if residual is None else _flatten_input(residual, hidden)
@@ -93,9 +109,32 @@ def check(
         weight_bias=weight_bias,
         residual_out=targets["residual_out"],
         norm_out=targets.get("norm_out"),
+        quantised=quantised and replace(quantised, out=targets["quant_out"]),
         copied_input=_moved(allreduce_in, flat_in) or _moved(residual, flat_residual),
         copy_back=tuple((targets[name], view) for name, view in views.items() if targets[name] is not view),
     )
+
+
+_LIKE_INPUT = ("residual_out", "norm_out")
+
+
+def _check_quantised(
+    pattern: Pattern,
+    like: Tensor,
+    inputs: dict[str, Tensor | None],
+    outputs: dict[str, Tensor | None],
+    layout_code: int | None,
+    group_size: int | None,
+) -> Quantised | None:
+    if pattern.format is None:
+        for name, value in {"layout_code": layout_code, "block_quant_group_size": group_size}.items():
+            if value is not None:
+                raise ValueError(f"{name}={value}: pattern {pattern.code} ({pattern.name}) takes none; pass None")
+        return None
+    quantisation = formats.choose(pattern.format, layout_code=layout_code, group_size=group_size)
+    quant_out, scale = outputs["quant_out"], inputs["scale_factor"]
+    assert quant_out is not None
+    return quant_arguments.check(quantisation, like, quant_out, outputs["scale_out"], scale)
 
 
 def host_scalar(name: str, tensor: Tensor) -> float:
@@ -111,6 +150,8 @@ def host_scalar(name: str, tensor: Tensor) -> float:
 
 def _check_presence(pattern: Pattern, inputs: dict[str, Tensor | None], outputs: dict[str, Tensor | None]) -> None:
     for name, tensor in inputs.items():
+        if tensor is None and name == "scale_factor" and name in pattern.inputs:
+            raise ValueError(f"{name}=None: pattern {pattern.code} ({pattern.name}) needs it; pass a tensor")
         if tensor is not None and name not in pattern.inputs:
             raise ValueError(f"{name}: pattern {pattern.code} ({pattern.name}) takes none; pass None")
     for name, tensor in outputs.items():

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from custom_ops import domain, flashinfer_adapter, limits, pdl, workspace
+from custom_ops import domain, flashinfer_adapter, limits, machine, pdl, workspace
 from custom_ops.counters import Launch
+from custom_ops.formats import Quantisation
 from custom_ops.limits import Strategy
 
 
@@ -45,14 +46,22 @@ class Flags:
 
 
 def plan(
-    op: str, pattern_code: int, message: Message, group: ProcessGroup, flags: Flags, copied_input: bool = False
+    op: str,
+    pattern_code: int,
+    message: Message,
+    group: ProcessGroup,
+    flags: Flags,
+    copied_input: bool = False,
+    quantisation: Quantisation | None = None,
 ) -> tuple[Launch, workspace.Workspace | None]:
     """How one CUDA call runs, and the workspace if it runs fused. May make the workspace, then it is collective."""
 
     def unfused(reason: str) -> tuple[Launch, None]:
         return Launch(op, "cuda", pattern_code, Strategy.UNFUSED, reason=reason, copied_input=copied_input), None
 
-    if refusal := domain.shape_refusal(message.hidden, message.dtype, group.size()):
+    if refusal := domain.shape_refusal(message.hidden, message.dtype, group.size(), quantisation):
+        return unfused(refusal)
+    if quantisation and (refusal := domain.device_refusal(machine.capability(message.device), quantisation)):
         return unfused(refusal)
     if 0 < flags.max_token_num < message.tokens:
         return unfused("more tokens than max_token_num")

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from custom_ops.quant_arguments import Quantised
+
 logger = logging.getLogger("custom_ops")
 
 REQUIRED = "0.7.2"
@@ -41,6 +43,7 @@ class KernelCall:
     gamma: Tensor | None = None
     eps: float = 0.0
     weight_bias: float = 0.0
+    quantised: Quantised | None = None
 
 
 @cache
@@ -130,6 +133,7 @@ def launch(workspace: Any, call: KernelCall) -> None:
     """Run the kernel on the current stream."""
     from flashinfer.comm import allreduce_fusion
 
+    quantised = call.quantised
     allreduce_fusion(
         input=call.allreduce_in,
         workspace=workspace,
@@ -137,7 +141,7 @@ def launch(workspace: Any, call: KernelCall) -> None:
         launch_with_pdl=call.launch_with_pdl,
         trigger_completion_at_end=call.completion_at_end,
         # Patterns with a norm write no plain all-reduce, but FlashInfer would allocate a tensor for it.
-        output=call.allreduce_out if call.allreduce_out is not None else call.norm_out,
+        output=call.allreduce_out if call.allreduce_out is not None else call.residual_out,
         residual_out=call.residual_out,
         norm_out=call.norm_out,
         residual_in=call.residual,
@@ -146,4 +150,20 @@ def launch(workspace: Any, call: KernelCall) -> None:
         use_oneshot=call.one_shot,
         fp32_acc=call.fp32_acc,
         weight_bias=call.weight_bias,
+        **({} if quantised is None else _quantising(quantised)),
     )
+
+
+def _quantising(quantised: Quantised) -> dict[str, Any]:
+    """The arguments of a launch that quantises."""
+    quantisation, scales = quantised.quantisation, quantised.scale_out
+    found = quantisation.format
+    if scales is not None and found.layouts:
+        scales = scales.view(torch.uint8).view(-1)
+    return {
+        "quant_out": quantised.out,
+        "scale_out": scales,
+        "scale_factor": quantised.scale,
+        "layout_code": quantisation.layout.value if found.layouts else None,
+        "block_quant_group_size": None if found.layouts else quantisation.block or None,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,3 +61,25 @@ def _add_rms_norm(
     if HAS_GAMMA:
         normed *= weight_bias + tl.load(gamma + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(norm_out + start + columns, normed.to(norm_out.dtype.element_ty), mask=inside)
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """1 / x of float32 by the instruction that the fused kernel's divisions are made of."""
+    flat = x.contiguous().view(-1)
+    out = torch.empty_like(flat)
+    block = 1024
+    _reciprocal[(triton.cdiv(flat.numel(), block),)](flat, out, flat.numel(), BLOCK=block)
+    return out.view(x.shape)
+
+
+@triton.jit
+def _approximate_reciprocal(x):
+    assembly: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+    return tl.inline_asm_elementwise(assembly, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _reciprocal(x, out, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    tl.store(out + places, _approximate_reciprocal(tl.load(x + places, mask=inside, other=1.0)), mask=inside)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from custom_ops import reference
+from custom_ops import reference, reference_quant
 from custom_ops.arguments import Arguments
 
 
@@ -32,22 +32,35 @@ def add_norm(args: Arguments, group: ProcessGroup) -> None:
     """
     reduced = _buffer(args)
     all_reduce_into(reduced, args.allreduce_in, group)
-    if args.norm_out is None or reduced.dtype == torch.float64:
+    if not args.norms or reduced.dtype == torch.float64:
         finish(args, reduced)
         return
     from custom_ops import norm_kernel
 
-    norm_kernel.add_rms_norm(
-        reduced, args.residual, args.gamma, args.eps, args.weight_bias, args.residual_out, args.norm_out
-    )
+    norm = torch.empty_like(args.residual_out) if args.norm_out is None else args.norm_out
+    norm_kernel.add_rms_norm(reduced, args.residual, args.gamma, args.eps, args.weight_bias, args.residual_out, norm)
+    _quantise(args, norm)
 
 
 def finish(args: Arguments, reduced: Tensor) -> None:
-    """Residual add and norm of a sum over ranks, by the reference, into the outputs."""
+    """Residual add, norm and quantisation of a sum over ranks, by the reference, into the outputs."""
     total = reference.add_residual(reduced, args.residual)
-    if args.norm_out is not None:
-        args.norm_out.copy_(reference.rms_norm(total, args.gamma, args.eps, args.weight_bias))
+    if args.norms:
+        norm = reference.rms_norm(total, args.gamma, args.eps, args.weight_bias)
+        if args.norm_out is not None:
+            args.norm_out.copy_(norm)
+        _quantise(args, norm)
     args.residual_out.copy_(total)
+
+
+def _quantise(args: Arguments, norm: Tensor) -> None:
+    """Quantise a norm into the outputs."""
+    if (wanted := args.quantised) is None:
+        return
+    values, scales = reference_quant.quantise(norm, wanted.quantisation, wanted.scale)
+    wanted.out.copy_(values)
+    if scales is not None and wanted.scale_out is not None:
+        reference_quant.write_scales(scales, wanted.scale_out, wanted.quantisation)
 
 
 def _buffer(args: Arguments) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from custom_ops import flashinfer_adapter
-from fusion_passes import collectives, compat, eligibility, reporting, rules, sites
+from fusion_passes import collectives, compat, eligibility, quant_choice, reporting, rules, sites
 from fusion_passes.collectives import AllReduce
 from fusion_passes.config import FusionConfig
 from fusion_passes.environment import Environment
@@ -84,16 +85,23 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         if not isinstance(site, Site):
             return site
         question = eligibility.Question(site, self.config, self.environment, around)
-        return eligibility.refusal(question) or site
+        if refusal := eligibility.refusal(question):
+            return refusal
+        choice, left = quant_choice.choose(question)
+        return replace(site, choice=choice, left=left)
 
     def replace(self, graph: Graph, site: Site) -> bool:
         """Replace a site; whether the nodes are still in an order in which they can run."""
         world_size = self.environment.world_size(site.all_reduce.group)
         call = rewrite(graph, site, _rule_of(site), world_size, self.config)
-        return all(arg < call for arg in call.all_input_nodes)
+        # What was made for the call stands right before it, but may be made of something that comes later.
+        made = (call, *call.all_input_nodes)
+        return all(arg < call for node in made for arg in node.all_input_nodes)
 
     def _verdict(self, node: Node, graph: str, decision: Decision) -> SiteReport:
-        return reporting.verdict(node, graph, _rule_of(decision).name if isinstance(decision, Site) else decision)
+        if not isinstance(decision, Site):
+            return reporting.verdict(node, graph, decision)
+        return reporting.verdict(node, graph, _rule_of(decision).name, decision.left)
 
     def publish(self, graph: str, sites: list[SiteReport]) -> None:
         """Tell what became of the all-reduces of a graph."""
@@ -106,7 +114,10 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
 
 
 def _rule_of(site: Site) -> Rule:
-    return rules.pick(residual=bool(site.addends), folded=not are_exact(site.steps))
+    residual, folded, choice = bool(site.addends), not are_exact(site.steps), site.choice
+    if choice is None:
+        return rules.pick(residual, folded)
+    return rules.pick(residual, folded, choice.one.quantisation.format.name, choice.norm_used)
 
 
 @cache

@@ -21,10 +21,12 @@ class FusionConfig:
         fp32_acc: sum over ranks in float32 and round once.
         pdl_advance_launch_tokens: largest number of tokens for which the kernel's successor may start early; 0 never.
         max_token_num: largest number of tokens that runs fused; None leaves it to the limits of the device.
+        fuse_quantisation: take a quantisation of the norm into the op, too (docs/numerics.md).
         reassociate: where a bias, a multiplier or another tensor stands between the sum and the residual, take it
             before the sum: as many roundings, in another order (docs/numerics.md).
         exact_rounding: leave alone the norms that the kernel rounds elsewhere than eager mode does (those that are
-            rounded before the weight is applied, as in Hugging Face's Llama), and reassociate nothing.
+            rounded before the weight is applied, as in Hugging Face's Llama) and the quantisations that round
+            elsewhere, and reassociate nothing.
         strict: fail the compilation with the report where a fusion was to be expected and did not come about.
     """
 
@@ -33,6 +35,7 @@ class FusionConfig:
     fp32_acc: bool = True
     pdl_advance_launch_tokens: int = PDL_ADVANCE_LAUNCH_TOKENS
     max_token_num: int | None = None
+    fuse_quantisation: bool = True
     reassociate: bool = True
     exact_rounding: bool = False
     strict: bool = False

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from custom_ops import flashinfer_adapter, groups, limits, machine
+from custom_ops import domain, flashinfer_adapter, groups, limits, machine
+from custom_ops.formats import Quantisation
 
 
 class Environment:
@@ -30,6 +31,10 @@ class Environment:
     def flashinfer_refusal(self, device: torch.device) -> str | None:
         """Why FlashInfer cannot be used for tensors of a device; None if it can, or is not needed."""
         return None if device.type == "cpu" else flashinfer_adapter.refusal()
+
+    def quantisation_refusal(self, device: torch.device, quantisation: Quantisation) -> str | None:
+        """Why a device cannot quantise so; None if it can."""
+        return None if device.type == "cpu" else domain.device_refusal(machine.capability(device), quantisation)
 
     def limits(self, device: torch.device, world_size: int) -> limits.Limits | None:
         """Sizes that run fused; None where there is no limit."""

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from custom_ops import limits
+from custom_ops.formats import Quantisation
 from fusion_passes.environment import Environment
 
 CAPABILITY = (9, 0)
@@ -39,6 +40,10 @@ class FakeEnvironment(Environment):
 
     def flashinfer_refusal(self, device: torch.device) -> str | None:
         """None: not asked for."""
+        return None
+
+    def quantisation_refusal(self, device: torch.device, quantisation: Quantisation) -> str | None:
+        """None: they are of the newest kind."""
         return None
 
     def limits(self, device: torch.device, world_size: int) -> limits.Limits | None:

@@ -35,11 +35,17 @@ CODES: dict[str, str] = {
     "kernel_domain": "the kernel does not serve this world size or hidden size",
     "above_limit": "the message is above the size up to which fusion pays",
     "max_token_num": "more tokens than max_token_num",
+    "quant_form": "what makes eight or four bits of the norm is no known quantisation",
+    "quant_scale": "the scale of the quantisation is none that the kernel takes or makes",
+    "quant_scale_depends": "the scale of the quantisation depends on an all-reduce",
+    "quant_rounding": "exact_rounding asks for the roundings of eager mode, and this quantisation rounds elsewhere",
+    "quant_domain": "the kernel does not quantise this hidden size or type so",
+    "quant_device": "the device cannot quantise so",
 }
 """Every code, with what it means."""
 
 
-EXCUSED = {"disabled", "no_norm", "norm_shared", "single_rank", "above_limit", "max_token_num"}
+EXCUSED = {"disabled", "no_norm", "norm_shared", "single_rank", "above_limit", "max_token_num", "quant_device"}
 """Reasons that leave nothing to be desired: no fusion was to be had, or it would not pay."""
 
 

@@ -29,6 +29,7 @@ class SiteReport:
         module: path of the module that it comes from, such as "model.layers.0.mlp.down_proj"; "" if unknown.
         source: "file:line" of the model code that it comes from; "" if unknown.
         graph: name of the compiled graph.
+        left: why a quantisation that follows the norm was not taken into the op; None where there is none.
     """
 
     node: str
@@ -38,6 +39,7 @@ class SiteReport:
     module: str
     source: str
     graph: str
+    left: NotFused | None = None
 
     @property
     def verdict(self) -> str:
@@ -47,11 +49,12 @@ class SiteReport:
     @property
     def missed(self) -> bool:
         """Whether a fusion was to be expected and did not come about."""
-        return self.reason is not None and self.reason.code not in EXCUSED
+        return any(why is not None and why.code not in EXCUSED for why in (self.reason, self.left))
 
     def __str__(self) -> str:
         place = ", ".join(filter(None, (self.module, self.source)))
-        return f"{self.node} ({place or 'place unknown'}): {self.rule if self.fused else self.reason}"
+        left = f"; quantisation left alone, {self.left}" if self.left else ""
+        return f"{self.node} ({place or 'place unknown'}): {self.rule if self.fused else self.reason}{left}"
 
 
 class FusionError(RuntimeError):
@@ -76,8 +79,8 @@ def reset_report() -> None:
     _REPORTS.clear()
 
 
-def verdict(node: Node, graph: str, outcome: str | NotFused) -> SiteReport:
-    """The report of one all-reduce: the name of its rule, or why not."""
+def verdict(node: Node, graph: str, outcome: str | NotFused, left: NotFused | None = None) -> SiteReport:
+    """The report of one all-reduce: the name of its rule, or why not; and why a quantisation was left alone."""
     fused = isinstance(outcome, str)
     return SiteReport(
         node=node.name,
@@ -87,6 +90,7 @@ def verdict(node: Node, graph: str, outcome: str | NotFused) -> SiteReport:
         module=module_of(node),
         source=source_of(node),
         graph=graph,
+        left=left,
     )
 
 
@@ -114,7 +118,7 @@ def require(sites: list[SiteReport]) -> None:
 def summary(sites: Sequence[SiteReport]) -> str:
     """One line: how many fused by which rule, and why not the others."""
     rules = Counter(site.rule for site in sites if site.rule)
-    codes = Counter(site.reason.code for site in sites if site.reason)
+    codes = Counter(why.code for site in sites for why in (site.reason, site.left) if why)
     fused, left = (", ".join(f"{name} {count}" for name, count in found.items()) or "-" for found in (rules, codes))
     return f"{rules.total()} of {len(sites)} all-reduces fused ({fused}); left alone: {left}"
 

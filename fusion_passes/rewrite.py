@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from functools import cache
 from typing import Any
 
@@ -14,10 +13,13 @@ from torch.fx.immutable_collections import immutable_list
 
 import custom_ops  # noqa: F401  registers the op
 from custom_ops.pattern_codes import PATTERNS
+from fusion_passes import quant_ops
+from fusion_passes.builder import EXPONENTS, Builder
 from fusion_passes.config import FusionConfig
-from fusion_passes.patterns import bind, is_contiguous, same_shape, value
+from fusion_passes.patterns import is_contiguous, same_shape, value
+from fusion_passes.quants import Quant
 from fusion_passes.rules import Rule
-from fusion_passes.sites import Site
+from fusion_passes.sites import Site, views_of
 
 aten = torch.ops.aten
 FUSED_OP = torch.ops.custom_ops.call_trtllm_fused_allreduce_norm.default
@@ -42,21 +44,22 @@ def rewrite(graph: Graph, site: Site, rule: Rule, world_size: int, config: Fusio
         world_size: ranks of the group.
         config: flags of the call.
     """
-    replaced = {"norm_out": site.norm.out, "residual_out": site.total}
-    builder = _Builder(graph, site)
+    builder = _SiteBuilder(graph, site.norm.out, site)
     with graph.inserting_before(site.total):
-        x, residual = builder.fold(site)
-        buffers = {
-            name: builder.empty_like(x if residual is None else residual, replaced[name])
-            for name in sorted(PATTERNS[rule.pattern_code].outputs)
-        }
-        call = builder.call(_arguments(site, rule, world_size, config), x, residual, buffers)
+        x, residual = builder.fold()
+        buffers = builder.buffers(x if residual is None else residual, rule)
+        arguments = {**_arguments(site, rule, world_size, config), **builder.quant_arguments()}
+        call = builder.call(arguments, x, residual, buffers)
         outputs = {name: builder.item(call, 1 + index) for index, name in enumerate(buffers)}
-    with graph.inserting_before(site.norm.out):
-        norm = builder.reshaped_like(outputs["norm_out"], site)
-    site.norm.out.replace_all_uses_with(norm)
-    site.total.replace_all_uses_with(outputs["residual_out"])
-    _erase_dead(graph, site)
+    replaced = builder.quantised(outputs)
+    if "norm_out" in outputs:
+        with graph.inserting_before(site.norm.out):
+            replaced[site.norm.out] = builder.like_norm(outputs["norm_out"])
+    else:
+        builder.ask_sizes_of(outputs["residual_out"])
+    for old, new in (*replaced.items(), (site.total, outputs["residual_out"])):
+        old.replace_all_uses_with(new)
+    _erase_dead(graph, site, list(replaced))
     return call
 
 
@@ -71,7 +74,6 @@ def _arguments(site: Site, rule: Rule, world_size: int, config: FusionConfig) ->
         "fp32_acc": config.fp32_acc,
         "max_token_num": config.max_token_num or 0,
         "pattern_code": rule.pattern_code,
-        "scale_factor": None,
         "group_name": site.all_reduce.group,
         "weight_bias": site.norm.weight_bias,
         "rms_eps_tensor": eps if isinstance(eps, Node) else None,
@@ -79,50 +81,97 @@ def _arguments(site: Site, rule: Rule, world_size: int, config: FusionConfig) ->
     }
 
 
-class _Builder:
-    """Makes nodes that carry what later passes look at: the fake value, the stack trace and the module path."""
+class _SiteBuilder(Builder):
+    """Makes the nodes of one site."""
 
-    def __init__(self, graph: Graph, site: Site) -> None:
-        self.graph = graph
-        self.origin = site.norm.out
-        found = value(site.all_reduce.result)
-        assert found is not None
-        self.fake_mode = found.fake_mode  # type: ignore[attr-defined]
+    def __init__(self, graph: Graph, origin: Node, site: Site) -> None:
+        super().__init__(graph, origin)
+        self.site = site
 
-    def empty_like(self, like: Node, instead_of: Node) -> Node:
-        """A contiguous buffer of the shape and type of a node, for what another node held until now."""
-        mine, its = value(like), value(instead_of)
-        assert mine is not None
-        # The fake value of the node that goes is one like it; a new one would take most of the time of a rewrite.
-        reusable = its is not None and same_shape(mine, its) and is_contiguous(its)
-        return self._node(
-            aten.empty_like.default, (like,), {"memory_format": torch.contiguous_format}, its if reusable else None
-        )
-
-    def item(self, of: Node, index: int) -> Node:
-        """One output of a call."""
-        return self._node(operator.getitem, (of, index), {}, of.meta["val"][index])
-
-    def fold(self, site: Site) -> tuple[Node, Node | None]:
-        """(contribution, residual): what the steps of a site do to its sum, done to the inputs of the op."""
+    def fold(self) -> tuple[Node, Node | None]:
+        """(contribution, residual): what the steps of the site do to its sum, done to the inputs of the op."""
+        site = self.site
         x: Node = site.all_reduce.input
         residual: Node | None = None
         for step in site.steps:
-            operand = self._node(aten.mm.default, step.product, {}) if step.product else step.operand
+            operand = self.node(aten.mm.default, step.product, {}) if step.product else step.operand
             residual = residual and self._reshaped_like(residual, step.before)
             if step.adds and isinstance(operand, Node):
-                residual = operand if residual is None else self._node(aten.add.Tensor, (operand, residual), {})
+                residual = operand if residual is None else self.node(aten.add.Tensor, (operand, residual), {})
             elif not step.does_nothing:
-                x = self._node(step.operator.target, (x, operand), {})
-                residual = None if residual is None else self._node(step.operator.target, (residual, operand), {})
+                x = self.node(step.operator.target, (x, operand), {})
+                residual = None if residual is None else self.node(step.operator.target, (residual, operand), {})
         return x, residual if residual is None else self._broadcast(residual, x, site.total)
+
+    def buffers(self, like: Node, rule: Rule) -> dict[str, Node]:
+        """The tensors that the op writes, by name."""
+        site, choice, outputs = self.site, self.site.choice, PATTERNS[rule.pattern_code].outputs
+        made = {"residual_out": self.empty_like(like, site.total)}
+        if "norm_out" in outputs:
+            made["norm_out"] = self.empty_like(like, site.norm.out)
+        if choice is not None:
+            one = choice.one
+            made["quant_out"] = self.values(like, one.quantisation, one.values)
+            if "scale_out" in outputs:
+                made["scale_out"] = self.scales(like, one.quantisation, one.scale_out or one.values)
+        return {name: made[name] for name in sorted(made)}
+
+    def quant_arguments(self) -> dict[str, Any]:
+        """Arguments of the op by name that say how to quantise."""
+        names = ("scale_factor", "layout_code", "block_quant_group_size")
+        if self.site.choice is None:
+            return dict.fromkeys(names)
+        one, x = self.site.choice.one, value(self.site.all_reduce.input)
+        assert x is not None
+        quantisation = one.quantisation
+        scale = None if one.scale is None else self.scale(one.scale, x.device)
+        layout = quantisation.layout.value if quantisation.format.layouts else None
+        group = None if quantisation.format.layouts else quantisation.block or None
+        return dict(zip(names, (scale, layout, group), strict=True))
+
+    def quantised(self, outputs: dict[str, Node]) -> dict[Node, Node]:
+        """What takes the place of the nodes of all quantisations."""
+        replaced: dict[Node, Node] = {}
+        for quant in () if self.site.choice is None else self.site.choice.quants:
+            with self.graph.inserting_before(quant.values):
+                replaced[quant.values] = self._viewed(outputs["quant_out"], quant.x)
+            if quant.scale_out is not None:
+                with self.graph.inserting_before(quant.scale_out):
+                    replaced[quant.scale_out] = self._scales(outputs["scale_out"], quant)
+        return replaced
+
+    def ask_sizes_of(self, total: Node) -> None:
+        """Ask the new residual for the sizes that are asked of the norm, which is not written."""
+        for view in views_of(self.site.norm.out):
+            for user in [user for user in view.users if user.target is aten.sym_size.int]:
+                with self.graph.inserting_before(user):
+                    user.replace_input_with(view, self._viewed(total, view))
+
+    def _scales(self, scales: Node, quant: Quant) -> Node:
+        """The scales of the op in the shape of those of a quantisation."""
+        found, x = value(quant.scale_out) if quant.scale_out else None, value(quant.x)
+        assert found is not None
+        assert x is not None
+        if quant.quantisation.block:
+            return self.as_exponents(scales) if found.dtype is EXPONENTS else scales
+        viewed = self._viewed(scales, quant.x)
+        return viewed if found.dim() == x.dim() else self.node(aten.squeeze.dim, (viewed, -1), {})
+
+    def _viewed(self, node: Node, x: Node) -> Node:
+        """A node in the shape of the norm that it replaces, and then of a reshape of that."""
+        shaped = self.like_norm(node)
+        return shaped if x is self.site.norm.out else self.reshape(shaped, x)
+
+    def like_norm(self, node: Node) -> Node:
+        """A node in the shape of the norm."""
+        return node if self.site.norm.x is self.site.total else self.reshape(node, self.site.norm.x)
 
     def _reshaped_like(self, addend: Node, view: Node) -> Node:
         """What was added before a reshape, reshaped in turn; a bias still fits."""
         found = value(addend)
         if view.target is not aten.reshape.default or found is None or found.dim() <= 1:
             return addend
-        return self._reshape(addend, view)
+        return self.reshape(addend, view)
 
     def _broadcast(self, residual: Node, x: Node, total: Node) -> Node:
         """The residual in the shape of the total, which is that of x where it is not that of the residual."""
@@ -131,7 +180,7 @@ class _Builder:
         assert wanted is not None
         if same_shape(mine, wanted):
             return residual
-        return self._node(aten.copy.default, (self._node(aten.empty_like.default, (x,), {}), residual), {})
+        return self.node(aten.copy.default, (self.node(aten.empty_like.default, (x,), {}), residual), {})
 
     def call(self, arguments: dict[str, Any], x: Node, residual: Node | None, buffers: dict[str, Node]) -> Node:
         """The functional form of the fused op; its outputs are those of the op (none), then the buffers."""
@@ -141,21 +190,12 @@ class _Builder:
             kwargs[f"_{name}_base_index"] = places.get(name)
         kwargs["_all_bases"] = list(buffers.values())
         vals = (None, *(buffer.meta["val"] for buffer in buffers.values()))
-        node = self._node(auto_functionalized_v2, (FUSED_OP,), kwargs, vals)
+        node = self.node(auto_functionalized_v2, (FUSED_OP,), kwargs, vals)
         # What the op would see in eager mode: Inductor lays its inputs out like this.
         eager = {key: self._contiguous(arg) if isinstance(arg, Node) else arg for key, arg in kwargs.items()}
         eager["_all_bases"] = immutable_list(vals[1:])
         node.meta["eager_input_vals"] = ((FUSED_OP,), eager)
         return node
-
-    def reshaped_like(self, norm: Node, site: Site) -> Node:
-        """The norm output in the shape of the norm that it replaces."""
-        return norm if site.norm.x is site.total else self._reshape(norm, site.norm.x)
-
-    def _reshape(self, node: Node, like: Node) -> Node:
-        """A node in the shape that another one is given by a reshape."""
-        (_, _), (size, _) = bind(like)
-        return self._node(aten.reshape.default, (node, size), {})
 
     def _contiguous(self, node: Node) -> Any:
         found = value(node)
@@ -164,26 +204,14 @@ class _Builder:
         with self.fake_mode:
             return found.contiguous()
 
-    def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any = None) -> Node:
-        node = self.graph.call_function(target, args, kwargs)
-        if val is None:
-            fakes = torch.fx.map_arg(args, lambda arg: arg.meta["val"])
-            with self.fake_mode:
-                val = target(*fakes, **kwargs)
-        node.meta["val"] = val
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if key in self.origin.meta:
-                node.meta[key] = self.origin.meta[key]
-        return node
 
-
-def _erase_dead(graph: Graph, site: Site) -> None:
+def _erase_dead(graph: Graph, site: Site, replaced: list[Node]) -> None:
     """Remove what the op replaced, and what only that needed."""
     own = (site.all_reduce.node, site.all_reduce.result)
-    pending = [site.norm.out, site.total]
+    pending = [site.total, site.norm.out, *replaced]
     while pending:
         node = pending.pop()
-        if node.users or node._erased or not (node in own or _is_pure(node.target)):
+        if node.users or node._erased or not (node in own or _is_pure(node.target) or quant_ops.is_pure(node.target)):
             continue
         pending += node.all_input_nodes
         graph.erase_node(node)

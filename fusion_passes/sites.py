@@ -12,6 +12,7 @@ from fusion_passes import steps as steps_
 from fusion_passes.collectives import AllReduce
 from fusion_passes.norms import Norm
 from fusion_passes.patterns import same_size, value
+from fusion_passes.quants import Choice
 from fusion_passes.reasons import NotFused
 from fusion_passes.steps import Operand, Step
 
@@ -28,12 +29,16 @@ class Site:
         steps: what happens to the sum; mostly one, the addition of the residual.
         total: the node that stands for the new residual: that of the last step, or the sum.
         norm: the norm of total, or of a view of it.
+        choice: what the op quantises of the norm; None where it does not.
+        left: why a quantisation of the norm is left to Inductor; None where there is none.
     """
 
     all_reduce: AllReduce
     steps: tuple[Step, ...]
     total: Node
     norm: Norm
+    choice: Choice | None = None
+    left: NotFused | None = None
 
     @property
     def addends(self) -> list[Node]:

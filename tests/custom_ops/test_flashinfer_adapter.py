@@ -61,7 +61,7 @@ def test_launch_passes_what_flashinfer_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert (second["use_oneshot"], second["fp32_acc"]) == (False, False)
     assert first["input"] is x
     assert first["residual_in"] is residual
-    assert first["output"] is norm, "so that FlashInfer allocates nothing"
+    assert first["output"] is total, "so that FlashInfer allocates nothing"
 
 
 def test_workspace_is_made_for_exactly_the_group_and_never_with_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
