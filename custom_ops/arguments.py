@@ -230,7 +230,7 @@ def _check_overlap(inputs: dict[str, Tensor | None], outputs: dict[str, Tensor])
         for other, value in {**inputs, **written}.items():
             if value is None or not _spans_meet(tensor, value):
                 continue
-            same = tensor.data_ptr() == value.data_ptr() and tensor.numel() == value.numel()
+            same = tensor.data_ptr() == value.data_ptr() and _span(tensor) == _span(value)
             if other in written or not same or not value.is_contiguous():
                 raise ValueError(f"{name} overlaps {other}; pass a tensor of its own, or exactly that input")
         written[name] = tensor

@@ -177,9 +177,7 @@ def refusal(quantisation: Quantisation, hidden: int, dtype: torch.dtype) -> str 
     """Why a row of hidden elements of a type cannot be quantised so; None if it can."""
     found = quantisation.format
     if quantisation.block and hidden % quantisation.block:
-        return (
-            f"hidden size {hidden}: {found.title} shares a scale among {quantisation.block} elements, so it must divide"
-        )
+        return f"hidden size {hidden}: in {found.title} {quantisation.block} elements share a scale, so it must divide"
     if found.activations is not None and dtype not in found.activations:
         allowed = ", ".join(map(str, found.activations))
         return f"activations of {dtype}: {found.title} is made of {allowed}"

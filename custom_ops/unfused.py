@@ -37,9 +37,14 @@ def add_norm(args: Arguments, group: ProcessGroup) -> None:
         return
     from custom_ops import norm_kernel
 
-    norm = torch.empty_like(args.residual_out) if args.norm_out is None else args.norm_out
-    norm_kernel.add_rms_norm(reduced, args.residual, args.gamma, args.eps, args.weight_bias, args.residual_out, norm)
-    _quantise(args, norm)
+    wanted, norm = args.quantised, args.norm_out
+    own = wanted if wanted is not None and wanted.quantisation.format.name in norm_kernel.FORMATS else None
+    if norm is None and own is None:
+        norm = torch.empty_like(args.residual_out)
+    total = args.residual_out
+    norm_kernel.add_rms_norm(reduced, args.residual, args.gamma, args.eps, args.weight_bias, total, norm, own)
+    if norm is not None and own is None:
+        _quantise(args, norm)
 
 
 def finish(args: Arguments, reduced: Tensor) -> None:

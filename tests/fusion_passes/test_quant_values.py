@@ -50,7 +50,9 @@ def difference(scales: Tensor, expected: Tensor | None) -> float:
     assert (scales.shape, scales.stride(), scales.dtype) == (expected.shape, expected.stride(), expected.dtype)
     if scales.dtype == torch.float32:
         return ((scales - expected).abs() / expected).max().item()
-    # ROWS fills whole tiles, so the only padding is in columns, and that is zero in both or not compared.
+    if scales.dtype == torch.int32:
+        return float(not torch.equal(scales, expected))
+    # Rows fill whole tiles, so the only padding is in columns, and that is zero in both or not compared.
     mine, its = scales.view(torch.uint8), expected.view(torch.uint8)
     return float((mine != its)[its != 0].any())
 
