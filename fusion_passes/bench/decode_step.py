@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fusion_passes
 from fusion_passes import FusionConfig
+from fusion_passes.bench.float8_linear import quantise_linears
 from fusion_passes.bench.timing import Timing, per_call, slowest
 
 
@@ -81,34 +83,51 @@ class Step:
 
     Attributes:
         batch: sequences.
+        linears: type of the linear layers: "bf16", "fp8" (static scales) or "fp8_token".
         stock: torch.compile.
+        norms: torch.compile with the pass, quantisation left to Inductor; None without quantisation.
         fused: torch.compile with the pass.
         sites: all-reduces that were fused.
-        max_difference: largest difference of an output value between the two.
+        rules: how many fused by which rule.
+        max_difference: largest difference of an output value between stock and fused.
     """
 
     batch: int
+    linears: str
     stock: Timing
+    norms: Timing | None
     fused: Timing
     sites: int
+    rules: dict[str, int]
     max_difference: float
 
 
-def measure(batch: int, shape: Shape | None = None, config: FusionConfig | None = None) -> Step:
+LINEARS = ("bf16", "fp8", "fp8_token")
+
+
+def measure(batch: int, shape: Shape | None = None, config: FusionConfig | None = None, linears: str = "bf16") -> Step:
     """Measure one batch size on the current GPUs; collective over the default group."""
+    config = config or FusionConfig()
     shape = shape or Shape()
     torch.manual_seed(dist.get_rank())
     with torch.device("cuda"), torch.inference_mode():
         stack = Stack(shape, batch, dist.get_world_size()).to(torch.bfloat16)
+        if linears != "bf16":
+            quantise_linears(stack, per_token=linears == "fp8_token")
         torch.manual_seed(1)
         x = torch.randn(batch, shape.hidden).to(torch.bfloat16)
         angles = torch.rand(stack.layers[0].head // 2)  # type: ignore[arg-type, operator]
         fusion_passes.reset_report()
         fused, after = _time(stack, x, angles, fusion_passes.options(config))
-        sites = sum(site.fused for site in fusion_passes.report())
+        rules = Counter(site.rule for site in fusion_passes.report() if site.rule)
+        norms = None
+        if linears != "bf16":
+            only_norms = fusion_passes.options(replace(config, fuse_quantisation=False))
+            norms = _per_layer(_time(stack, x, angles, only_norms)[0], shape)
         stock, before = _time(stack, x, angles, {})
     difference = (after.float() - before.float()).abs().max().item()
-    return Step(batch, _per_layer(stock, shape), _per_layer(fused, shape), sites, difference)
+    timings = _per_layer(stock, shape), norms, _per_layer(fused, shape)
+    return Step(batch, linears, *timings, rules.total(), dict(rules), difference)
 
 
 def _time(stack: Stack, x: Tensor, angles: Tensor, options: dict[str, Any]) -> tuple[Timing, Tensor]:

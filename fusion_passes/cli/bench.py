@@ -18,6 +18,8 @@ from fusion_passes.bench.op_sweep import Point
 from fusion_passes.bench.pass_cost import Cost
 
 WORLD_SIZE = 2
+SMALL = (1, 16, 128, 1024)
+"""Tokens at which quantised chains are measured."""
 STATUS = Console(stderr=True)
 
 
@@ -30,6 +32,7 @@ class Measured:
     flashinfer_version: str | None
     world_size: int
     op: list[Point]
+    quantised: list[Point]
     decode: list[Step]
 
 
@@ -74,7 +77,8 @@ def measure(hidden: int, batches: list[int]) -> Measured:
             flashinfer_version=flashinfer_adapter.version(),
             world_size=WORLD_SIZE,
             op=op_sweep.sweep(hidden),
-            decode=[decode_step.measure(batch) for batch in batches],
+            decode=[decode_step.measure(batch, linears=kind) for kind in decode_step.LINEARS for batch in batches],
+            quantised=[point for kind in op_sweep.FORMATS for point in op_sweep.sweep(hidden, SMALL, format=kind)],
         )
 
 
@@ -93,18 +97,25 @@ def _show(console: Console, measured: Measured) -> None:
         f"{measured.world_size} x {measured.device}, torch {measured.torch_version}, "
         f"FlashInfer {measured.flashinfer_version}; microseconds, median"
     )
-    table = Table(title="all-reduce, add, RMSNorm")
-    for column in ("tokens", "ran", "fused", "stock", "ratio", "stock in place", "ratio"):
-        table.add_column(column, justify="right")
-    for point in measured.op:
-        fused, stock, in_place = point.fused.median, point.stock.median, point.stock_in_place.median
-        row = (point.tokens, point.strategy, f"{fused:.1f}", f"{stock:.1f}", f"{stock / fused:.2f}")
-        table.add_row(*map(str, row), f"{in_place:.1f}", f"{in_place / fused:.2f}")
-    console.print(table)
+    console.print(_points("all-reduce, add, RMSNorm", measured.op))
+    console.print(_points("all-reduce, add, RMSNorm, quantisation", measured.quantised))
     table = Table(title="decoding step of a Llama-8B-shaped stack, per layer")
-    for column in ("batch", "fused", "stock", "ratio", "sites fused"):
+    for column in ("linear layers", "batch", "fused", "norms only", "ratio", "stock", "ratio", "sites fused"):
         table.add_column(column, justify="right")
     for step in measured.decode:
-        fused, stock = step.fused.median, step.stock.median
-        table.add_row(str(step.batch), f"{fused:.1f}", f"{stock:.1f}", f"{stock / fused:.2f}", str(step.sites))
+        fused, norms, stock = step.fused.median, step.norms, step.stock.median
+        only = ("", "") if norms is None else (f"{norms.median:.1f}", f"{stock / norms.median:.2f}")
+        numbers = (*only, f"{stock:.1f}", f"{stock / fused:.2f}", str(step.sites))
+        table.add_row(step.linears, str(step.batch), f"{fused:.1f}", *numbers)
     console.print(table)
+
+
+def _points(title: str, points: list[Point]) -> Table:
+    table = Table(title=title)
+    for column in ("format", "tokens", "ran", "fused", "stock", "ratio", "stock in place", "ratio"):
+        table.add_column(column, justify="right")
+    for point in points:
+        fused, stock, in_place = point.fused.median, point.stock.median, point.stock_in_place.median
+        row = (point.format or "", point.tokens, point.strategy, f"{fused:.1f}", f"{stock:.1f}", f"{stock / fused:.2f}")
+        table.add_row(*map(str, row), f"{in_place:.1f}", f"{in_place / fused:.2f}")
+    return table
