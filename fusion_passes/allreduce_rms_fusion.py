@@ -88,6 +88,10 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         if refusal := eligibility.refusal(question):
             return refusal
         choice, left = quant_choice.choose(question)
+        if site.norm.wide and (choice is None or choice.norm_used):
+            return left or NotFused(
+                "norm_not_recognised", f"{site.norm.out} leaves the norm in float32; the kernel rounds it"
+            )
         return replace(site, choice=choice, left=left)
 
     def replace(self, graph: Graph, site: Site) -> bool:

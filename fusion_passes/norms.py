@@ -26,11 +26,13 @@ class Norm:
     Attributes:
         form: name of its row in FORMS.
         x: its input, before any cast to float32.
-        out: its last node, of the type of x.
+        out: its last node, of the type of x, or of float32 if it is wide.
         weight: [hidden]; None where there is none.
         weight_bias: constant added to the weight.
         eps: the constant, or the 0-d tensor that holds it.
         rounds_before_weight: rounded to the type of x before the weight is applied, and again after.
+        wide: left in float32 although x has 16 bits. Before torch 2.13 Inductor makes this of a norm that is rounded
+            and then cast up by its only user, as a quantisation does.
         nodes: all nodes that it was matched on.
     """
 
@@ -41,6 +43,7 @@ class Norm:
     weight_bias: float
     eps: float | Node
     rounds_before_weight: bool
+    wide: bool
     nodes: tuple[Node, ...]
 
 
@@ -51,6 +54,7 @@ class Form:
     name: str
     pattern: PatternExpr
     rounds_before_weight: bool = False
+    may_be_wide: bool = False
 
 
 def _core() -> PatternExpr:
@@ -85,8 +89,8 @@ FORMS = (
     Form("multiply_then_cast", Op(CAST, either_order(aten.mul.Tensor, _X, _WEIGHT), _DTYPE)),
     Form("cast_then_multiply", either_order(aten.mul.Tensor, _ROUNDED, _WEIGHT), rounds_before_weight=True),
     Form("no_weight", _ROUNDED),
-    Form("float32", either_order(aten.mul.Tensor, _X, _WEIGHT)),
-    Form("float32_no_weight", _X),
+    Form("float32", either_order(aten.mul.Tensor, _X, _WEIGHT), may_be_wide=True),
+    Form("float32_no_weight", _X, may_be_wide=True),
 )
 """Every form; the first that matches a node wins. A new one is a row here and a golden test."""
 
@@ -131,7 +135,7 @@ def _build(form: Form, out: Node, match: Match) -> Norm | None:
 
     1. Squares are taken in float32, of the same tensor that is scaled.
     2. The mean is over the last dimension, all of it.
-    3. Every cast on the way goes to the type of the input, and so has the result.
+    3. Every cast on the way goes to the type of the input, and so has the result; or there is none, and it is wide.
     4. The weight is one value per column.
     5. Epsilon is one number.
     """
@@ -144,7 +148,8 @@ def _build(form: Form, out: Node, match: Match) -> Norm | None:
         return None
     if not _is_mean_of_rows(names, val):  # 2
         return None
-    if not val.dtype == result.dtype == names.get("dtype", val.dtype):  # 3
+    wide = form.may_be_wide and result.dtype == torch.float32 != val.dtype
+    if not wide and not val.dtype == result.dtype == names.get("dtype", val.dtype):  # 3
         return None
     weight, bias = _split_weight(names["weight"]) if "weight" in names else (None, 0.0)
     if "weight" in names and not _is_row(weight, val):  # 4
@@ -152,7 +157,7 @@ def _build(form: Form, out: Node, match: Match) -> Norm | None:
     eps = _constant(names["eps"])
     if not _is_number(eps):  # 5
         return None
-    return Norm(form.name, x, out, weight, bias, eps, form.rounds_before_weight, tuple(match.nodes))
+    return Norm(form.name, x, out, weight, bias, eps, form.rounds_before_weight, wide, tuple(match.nodes))
 
 
 def _is_mean_of_rows(names: dict[str, Any], x: torch.Tensor) -> bool:

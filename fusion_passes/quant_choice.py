@@ -50,7 +50,7 @@ def _is_used(norm: Node, group: list[Quant]) -> bool:
 
 
 def _rounding(q: Question, quant: Quant) -> str | None:
-    if quant.exact or not q.config.exact_rounding:
+    if (quant.exact and not q.site.norm.wide) or not q.config.exact_rounding:
         return None
     return f"{quant.values} rounds elsewhere than the kernel ({quant.form}), and exact_rounding is set"
 

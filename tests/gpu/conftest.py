@@ -31,11 +31,11 @@ def gpu_pool() -> Iterator[dict[int, Ranks]]:
 
 @pytest.fixture
 def gpus(gpu_pool: dict[int, Ranks]) -> Ranks:
-    """A process group with one rank per GPU, on 2, 4, 8 or 16 of them."""
+    """A process group with one rank per GPU, on 2, 4, 8 or 16 of them; on a single one two ranks that share it."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    sizes = [size for size in domain.WORLD_SIZES if size <= found]
-    if not sizes:
-        pytest.skip(f"needs {domain.WORLD_SIZES[0]} CUDA devices, finds {found}")
-    if sizes[-1] not in gpu_pool or not gpu_pool[sizes[-1]].alive:
-        gpu_pool[sizes[-1]] = Ranks(sizes[-1], "nccl")
-    return gpu_pool[sizes[-1]]
+    if not found:
+        pytest.skip("needs a CUDA device")
+    size = max(count for count in domain.WORLD_SIZES if count <= max(found, 2))
+    if size not in gpu_pool or not gpu_pool[size].alive:
+        gpu_pool[size] = Ranks(size, "nccl") if found > 1 else Ranks(size, shared_gpu=True)
+    return gpu_pool[size]

@@ -19,9 +19,13 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """Processes that form one process group of a backend, gloo or nccl; rank r uses GPU r with nccl."""
+    """Processes that form one process group of a backend, gloo or nccl.
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+    Rank r uses GPU r with nccl. With gloo and shared_gpu all ranks use the first GPU, in turns: what they compute is
+    the same, how fast says nothing.
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo", shared_gpu: bool = False) -> None:
         self.world_size = world_size
         context = mp.get_context("spawn")
         address = f"tcp://127.0.0.1:{_free_port()}"
@@ -30,7 +34,10 @@ class Ranks:
         for rank in range(world_size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(there, backend, address, rank, world_size), daemon=True, name=f"rank{rank}"
+                target=_serve,
+                args=(there, backend, address, rank, world_size, shared_gpu),
+                daemon=True,
+                name=f"rank{rank}",
             )
             process.start()
             self._pipes.append(here)
@@ -89,8 +96,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(pipe: Connection, backend: str, address: str, rank: int, world_size: int) -> None:
+def _serve(pipe: Connection, backend: str, address: str, rank: int, world_size: int, shared_gpu: bool) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if shared_gpu:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     import torch
     import torch.distributed as dist
 
@@ -100,6 +109,8 @@ def _serve(pipe: Connection, backend: str, address: str, rank: int, world_size: 
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    elif shared_gpu:
+        torch.cuda.set_device(0)
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
     pipe.send((True, None))
     while (call := pipe.recv()) is not None:
