@@ -30,7 +30,7 @@ browser: ## install the browser that tests drive, where apt-get can; without one
 	@command -v chromium >/dev/null || ! command -v apt-get >/dev/null \
 	  || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null)
 
-test-gpu: $(INSTALLED) ## run the tests that need two GPUs
+test-gpu: $(INSTALLED) ## run the tests that need GPUs; on a single one two ranks share it
 	$(BIN)/python -m pytest tests/gpu
 
 test-long: $(INSTALLED) ## run the property tests on many more programs, for hours

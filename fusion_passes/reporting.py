@@ -47,14 +47,19 @@ class SiteReport:
         return self.rule or (self.reason.code if self.reason else "")
 
     @property
+    def verdict_text(self) -> str:
+        """In a sentence: the rule or the reason, and why a quantisation was left alone."""
+        left = f"; quantisation left alone, {self.left}" if self.left else ""
+        return f"{self.rule or self.reason}{left}"
+
+    @property
     def missed(self) -> bool:
         """Whether a fusion was to be expected and did not come about."""
         return any(why is not None and why.code not in EXCUSED for why in (self.reason, self.left))
 
     def __str__(self) -> str:
         place = ", ".join(filter(None, (self.module, self.source)))
-        left = f"; quantisation left alone, {self.left}" if self.left else ""
-        return f"{self.node} ({place or 'place unknown'}): {self.rule if self.fused else self.reason}{left}"
+        return f"{self.node} ({place or 'place unknown'}): {self.verdict_text}"
 
 
 class FusionError(RuntimeError):

@@ -105,16 +105,16 @@ class _SiteBuilder(Builder):
 
     def buffers(self, like: Node, rule: Rule) -> dict[str, Node]:
         """The tensors that the op writes, by name."""
-        site, choice, outputs = self.site, self.site.choice, PATTERNS[rule.pattern_code].outputs
-        made = {"residual_out": self.empty_like(like, site.total)}
+        site, outputs, made = self.site, PATTERNS[rule.pattern_code].outputs, {}
+        quant = None if site.choice is None else site.choice.one
         if "norm_out" in outputs:
             made["norm_out"] = self.empty_like(like, site.norm.out)
-        if choice is not None:
-            one = choice.one
-            made["quant_out"] = self.values(like, one.quantisation, one.values)
-            if "scale_out" in outputs:
-                made["scale_out"] = self.scales(like, one.quantisation, one.scale_out or one.values)
-        return {name: made[name] for name in sorted(made)}
+        if quant is not None:
+            made["quant_out"] = self.values(like, quant.quantisation, quant.values)
+        made["residual_out"] = self.empty_like(like, site.total)
+        if quant is not None and "scale_out" in outputs:
+            made["scale_out"] = self.scales(like, quant.quantisation, quant.scale_out or quant.values)
+        return made
 
     def quant_arguments(self) -> dict[str, Any]:
         """Arguments of the op by name that say how to quantise."""

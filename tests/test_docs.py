@@ -56,8 +56,11 @@ def test_every_module_of_the_packages_is_named_in_the_architecture() -> None:
 
 def test_rules_and_tables_that_are_named_exist() -> None:
     text = (ROOT / "README.md").read_text()
-    for rule in rules.RULES:
-        assert f"`{rule.name}`" in text
+    for norm in rules.NORMS:
+        assert f"`{norm.name}`" in text
+    named = [rule for rule in rules.RULES if f"`{rule.name}`" in text]
+    assert {rule.format for rule in named} == {None, *custom_ops.FORMATS}
+    assert all(f"`{name}`" in (ROOT / "docs" / "numerics.md").read_text() for name in custom_ops.FORMATS)
     assert norms.FORMS
     assert limits.MEASURED["NVIDIA H200", 2].one_shot_bytes == 32 * limits.MIB, "docs/performance.md says 32 MiB"
     assert f"PDL_ADVANCE_LAUNCH_TOKENS` = {custom_ops.PDL_ADVANCE_LAUNCH_TOKENS}" in (ROOT / "docs/pdl.md").read_text()

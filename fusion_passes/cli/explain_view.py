@@ -40,6 +40,8 @@ def verdicts(sites: list[SiteReport]) -> Table:
         table.add_column(column, overflow="fold")
     for site in sites:
         verdict = Text(site.rule, "green") if site.rule else Text(str(site.reason), LEFT_ALONE)
+        if site.left:
+            verdict.append(f"\nquantisation left alone, {site.left}", LEFT_ALONE)
         table.add_row(Text(site.node), Text(site.module), Text(site.source), verdict)
     return table
 

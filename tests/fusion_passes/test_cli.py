@@ -12,6 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fusion_passes import NotFused, SiteReport, ranks
+from fusion_passes.bench.decode_step import Step
 from fusion_passes.bench.op_sweep import Point
 from fusion_passes.bench.pass_cost import Cost
 from fusion_passes.bench.timing import Timing
@@ -128,8 +129,15 @@ def test_plot_is_written(tmp_path: Path) -> None:
     plot.op_sweep(points, "title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     console = Console(record=True, width=120)
-    bench._show(console, bench.Measured("GPU", "2", "3", 2, points, []))
-    assert "1.50" in console.export_text()
+    quantised = [Point(1, 64, timing(1), timing(2.75), timing(2), "one_shot", 2, "fp8_token")]
+    steps = [
+        Step(16, "fp8", timing(3.9), timing(3.5), timing(3), 5, {"add_norm_fp8": 5}, 0.1),
+        Step(16, "bf16", timing(3.6), None, timing(3), 5, {"add_norm": 5}, 0.1),
+    ]
+    bench._show(console, bench.Measured("GPU", "2", "3", 2, points, quantised, steps))
+    text = console.export_text()
+    for shown in ("1.50", "fp8_token", "2.75", "1.30", "1.20"):
+        assert shown in text
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:

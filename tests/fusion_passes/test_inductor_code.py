@@ -14,6 +14,7 @@ from fusion_passes import compat
 from tests.fusion_passes.test_steps import bias, bias_alone, multiplier, second_sum
 from tests.support.models import parallel_llama, token_ids
 from tests.support.programs import HIDDEN, NORMS, reduce, tensors
+from tests.support.quant_programs import SPELLINGS, Quantised
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 CALL = "torch.ops.custom_ops.call_trtllm_fused_allreduce_norm.default("
@@ -76,3 +77,14 @@ def test_what_is_folded_costs_one_kernel_and_no_copy(program: Callable[..., Tens
     assert text.count("cpp_fused") == (2 if program is second_sum else 1), "second_sum also takes a sine"
     assert "copy_" not in text
     assert "clone" not in text
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", [name for name in SPELLINGS if name.startswith("own")])
+def test_quantised_outputs_are_written_in_place(name: str, dynamic: bool) -> None:
+    spelling = SPELLINGS[name]
+    module, inputs = Quantised(spelling.quantise), (*tensors(2, 5, HIDDEN), *spelling.scales)
+    text = code_of(module, *inputs, dynamic=dynamic)
+    assert text.count(CALL) == 1
+    for unwanted in ("copy_", "clone", "_quant.", "_quant("):
+        assert unwanted not in text, unwanted

@@ -25,6 +25,9 @@ from tests.support.random_programs import Program, programs
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.02}
 """Largest difference as a share of the largest value, by type: roundings grow on their way through a dozen steps."""
 
+TOLERANCE_OF_CODES = 0.3
+"""Likewise where values go through float8: one that falls to the other side of a tie is off by an eighth."""
+
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[list[str]]:
@@ -52,17 +55,19 @@ def execute(gm: GraphModule, program: Program) -> list[Tensor]:
         return [*gm(*inputs), *inputs]
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], worst: torch.dtype) -> None:
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
     for a, b in zip(found, expected, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         scale = b.double().abs().max().clamp_min(1.0)
-        assert ((a.double() - b.double()).abs().max() / scale) <= TOLERANCE[worst]
+        assert ((a.double() - b.double()).abs().max() / scale) <= tolerance
 
 
-def lowest(program: Program) -> torch.dtype:
-    """The type of the fewest digits that a program can round to."""
+def tolerance(program: Program) -> float:
+    """That of the type of the fewest digits that a program can round to."""
+    if any(step.kind == "quantise" for step in program.steps):
+        return TOLERANCE_OF_CODES
     used = {*program.dtypes, *(DTYPE_OF_CAST[step.choice % 3] for step in program.steps if step.kind == "cast")}
-    return max(used, key=lambda dtype: torch.finfo(dtype).eps)
+    return TOLERANCE[max(used, key=lambda dtype: torch.finfo(dtype).eps)]
 
 
 DTYPE_OF_CAST = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,10 +96,11 @@ def test_values_stay_and_every_all_reduce_has_a_verdict(
     sites = recorder.sites
     fused = sum(site.fused for site in sites)
     event(f"fused {min(fused, 3)}")
+    event(f"quantised {any('fp8' in (site.rule or '') for site in sites)}")
     assert len(sites) == ops(before)["all_reduce"], "a verdict for every all-reduce"
     assert ops(gm) == Counter({"fused": fused, "all_reduce": len(sites) - fused}) - Counter(), "none lost or doubled"
     if fused:
-        assert_close(execute(gm, program), execute(before, program), lowest(program))
+        assert_close(execute(gm, program), execute(before, program), tolerance(program))
     else:
         assert graph_text.render(gm.graph) == text
     again = Recorder(config)
@@ -110,4 +116,4 @@ def test_compiled_programs(groups: list[str], program: Program, dynamic: bool) -
     with torch.no_grad():
         expected = program(groups, expected_inputs)
     captured = capture(lambda *inputs: program(groups, list(inputs)), *inputs, dynamic=dynamic)
-    assert_close([*captured.result, *inputs], [*expected, *expected_inputs], lowest(program))
+    assert_close([*captured.result, *inputs], [*expected, *expected_inputs], tolerance(program))

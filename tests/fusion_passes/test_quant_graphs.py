@@ -52,8 +52,8 @@ return [convert_element_type_3, add]""",
         self.assertExpectedInline(
             from_norm(captured.after[0]),
             """\
-empty_like_default: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
-empty_like_default_1: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default_1: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
 auto_functionalized_v2: (None, float8_e4m3fn[2, 8, 64], bf16[2, 8, 64]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, residual=arg1_1, rms_gamma=arg2_1, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=2, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16, scale_factor=arg3_1)
 getitem: float8_e4m3fn[2, 8, 64] = getitem(auto_functionalized_v2, 1)
 getitem_1: bf16[2, 8, 64] = getitem(auto_functionalized_v2, 2)
@@ -83,8 +83,8 @@ return [convert_element_type_3, getitem_1]""",
         self.assertExpectedInline(
             from_norm(captured.after[0]),
             """\
-empty_like_default: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
-empty_like_default_1: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default_1: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
 reciprocal_default: f32[] = reciprocal(arg3_1)
 auto_functionalized_v2: (None, float8_e4m3fn[2, 8, 64], bf16[2, 8, 64]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, residual=arg1_1, rms_gamma=arg2_1, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=2, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16, scale_factor=reciprocal_default)
 getitem: float8_e4m3fn[2, 8, 64] = getitem(auto_functionalized_v2, 1)
@@ -98,8 +98,8 @@ return [getitem, getitem_1]""",
             from_norm(captured.after[0]),
             """\
 empty_like_default: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
-empty_like_default_1: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
-empty_like_default_2: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default_1: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default_2: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
 auto_functionalized_v2: (None, bf16[2, 8, 64], float8_e4m3fn[2, 8, 64], bf16[2, 8, 64]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, residual=arg1_1, rms_gamma=arg2_1, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=4, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16, scale_factor=arg3_1)
 getitem: bf16[2, 8, 64] = getitem(auto_functionalized_v2, 1)
 getitem_1: float8_e4m3fn[2, 8, 64] = getitem(auto_functionalized_v2, 2)
@@ -131,8 +131,8 @@ return [view, view_1, add]""",
         self.assertExpectedInline(
             from_norm(captured.after[0]),
             """\
-empty_like_default: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
-empty_like_default_1: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default_1: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
 slice_tensor: bf16[2, 8, 1] = slice.Tensor(arg1_1, -1, 0, 1)
 empty_like_default_2: f32[2, 8, 1] = empty_like(slice_tensor, memory_format=torch.contiguous_format, dtype=f32)
 auto_functionalized_v2: (None, float8_e4m3fn[2, 8, 64], bf16[2, 8, 64], f32[2, 8, 1]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, residual=arg1_1, rms_gamma=arg2_1, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=10, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16)
@@ -170,8 +170,8 @@ return [convert_element_type_3, unsqueeze_1, add]""",
         self.assertExpectedInline(
             from_norm(captured.after[0]),
             """\
-empty_like_default: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
-empty_like_default_1: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default_1: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
 slice_tensor: bf16[2, 8, 1] = slice.Tensor(arg1_1, -1, 0, 1)
 empty_like_default_2: f32[2, 8, 1] = empty_like(slice_tensor, memory_format=torch.contiguous_format, dtype=f32)
 auto_functionalized_v2: (None, float8_e4m3fn[2, 8, 64], bf16[2, 8, 64], f32[2, 8, 1]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, residual=arg1_1, rms_gamma=arg2_1, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=10, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16)
@@ -223,8 +223,8 @@ return [getitem, getitem_1, add_8]""",
         self.assertExpectedInline(
             from_norm(captured.after[0]),
             """\
-empty_like_default: bf16[s77, s27, 64] = empty_like(arg3_1, memory_format=torch.contiguous_format)
-empty_like_default_1: float8_e4m3fn[s77, s27, 64] = empty_like(arg3_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default: float8_e4m3fn[s77, s27, 64] = empty_like(arg3_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default_1: bf16[s77, s27, 64] = empty_like(arg3_1, memory_format=torch.contiguous_format)
 sym_size_int_6: SymInt = sym_size.int(arg3_1, 0)
 sym_size_int_7: SymInt = sym_size.int(arg3_1, 1)
 mul_47: SymInt = mul(sym_size_int_6, sym_size_int_7)
@@ -244,8 +244,8 @@ return [getitem_2, getitem_4, getitem_3]""",
         self.assertExpectedInline(
             from_norm(captured.after[0]),
             """\
-empty_like_default: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
-empty_like_default_1: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default: float8_e4m3fn[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
+empty_like_default_1: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
 empty_strided_default: uint8[128, 4] = empty_strided([128, 4], [4, 1], dtype=uint8, device=device(type='cpu'))
 auto_functionalized_v2: (None, float8_e4m3fn[2, 8, 64], bf16[2, 8, 64], uint8[128, 4]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, residual=arg1_1, rms_gamma=arg2_1, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=13, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16, layout_code=0)
 getitem_2: float8_e4m3fn[2, 8, 64] = getitem(auto_functionalized_v2, 1)
@@ -260,9 +260,9 @@ return [getitem_2, view_dtype, getitem_3]""",
         self.assertExpectedInline(
             from_norm(captured.after[0]),
             """\
-empty_like_default: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
 slice_tensor: bf16[2, 8, 32] = slice.Tensor(arg1_1, -1, 0, 32)
-empty_like_default_1: uint8[2, 8, 32] = empty_like(slice_tensor, memory_format=torch.contiguous_format, dtype=uint8)
+empty_like_default: uint8[2, 8, 32] = empty_like(slice_tensor, memory_format=torch.contiguous_format, dtype=uint8)
+empty_like_default_1: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
 empty_strided_default: float8_e4m3fn[128, 4] = empty_strided([128, 4], [4, 1], dtype=float8_e4m3fn, device=device(type='cpu'))
 auto_functionalized_v2: (None, uint8[2, 8, 32], bf16[2, 8, 64], float8_e4m3fn[128, 4]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, residual=arg1_1, rms_gamma=arg2_1, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=3, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16, scale_factor=arg3_1, layout_code=0)
 getitem_2: uint8[2, 8, 32] = getitem(auto_functionalized_v2, 1)

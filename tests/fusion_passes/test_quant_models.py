@@ -202,6 +202,21 @@ def test_torchao_nvfp4(given: bool) -> None:
 
 
 @pytest.mark.usefixtures("fake_group")
+def test_torchao_mxfp8_in_plain_operators_is_left_alone_with_a_reason() -> None:
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+
+    def program(x: Tensor, residual: Tensor) -> Any:
+        total = residual + reduce(x)
+        scales, values = to_mx(NORM(total), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+        return values, scales.view(torch.uint8), total
+
+    (site,) = capture(program, *tensors(2, 8, HIDDEN)).sites
+    assert site.rule == "add_norm"
+    assert site.left is not None
+    assert site.left.code == "quant_form"
+
+
+@pytest.mark.usefixtures("fake_group")
 def test_import_of_this_package_does_not_need_torchao() -> None:
     import subprocess
     import sys

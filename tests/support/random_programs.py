@@ -9,6 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import custom_ops
+from tests.support import quant_programs
 from tests.support.programs import NORMS
 
 c10d = torch.ops._c10d_functional
@@ -112,6 +114,18 @@ def _mutate(machine: Machine, a: Tensor, b: Tensor, choice: int) -> Tensor:
     return a * 1
 
 
+def _quantise(machine: Machine, a: Tensor, b: Tensor, choice: int) -> Tensor:
+    """Quantised and back: its consumer sees values times scale."""
+    scale = machine.bias[:1].abs() + 0.01
+    static = (quant_programs.divide, quant_programs.multiply_by_reciprocal, quant_programs.multiply_in_bfloat16)
+    rows = (quant_programs.rows_with_floor, quant_programs.compressed_tensors_rows, custom_ops.scaled_fp8_quant)
+    if choice % 2:
+        values, scale = rows[choice // 2 % 3](a)
+    else:
+        values = static[choice // 2 % 3](a, scale)
+    return (values.float() * scale).to(a.dtype).reshape(a.shape)
+
+
 INSTRUCTIONS: dict[str, Callable[[Machine, Tensor, Tensor, int], Tensor]] = {
     "all_reduce": _all_reduce,
     "in_place_all_reduce": _in_place_all_reduce,
@@ -128,6 +142,7 @@ INSTRUCTIONS: dict[str, Callable[[Machine, Tensor, Tensor, int], Tensor]] = {
     "gate": lambda machine, a, b, choice: a * b.reshape(a.shape).sigmoid(),
     "cast": lambda machine, a, b, choice: a.to(DTYPES[choice % len(DTYPES)]),
     "mutate": _mutate,
+    "quantise": _quantise,
 }
 """What a step may do."""
 
@@ -145,6 +160,7 @@ _CHAIN = st.tuples(
         tuple
     ),
     st.builds(Step, st.just("norm"), _LAST, _LAST, _CHOICE).map(lambda step: (step,)),
+    st.lists(st.builds(Step, st.just("quantise"), st.integers(-2, -1), _LAST, _CHOICE), max_size=2).map(tuple),
 ).map(lambda parts: sum(parts, ()))
 _BLOCK = st.one_of(_CHAIN, _CHAIN, _ANY.map(lambda step: (step,)))
 _SAME = st.sampled_from(DTYPES).map(lambda dtype: (dtype,) * 3)
