@@ -17,7 +17,7 @@ from custom_ops import formats
 from custom_ops.formats import Quantisation
 from custom_ops.reference_quant import FLOAT8_MAX
 from fusion_passes import quant_ops, scales
-from fusion_passes.patterns import CAST, OneOf, Op, value
+from fusion_passes.patterns import CAST, OneOf, Op, either_order, same_shape, value
 from fusion_passes.reasons import NotFused
 from fusion_passes.scales import Scale
 
@@ -101,8 +101,8 @@ def _clamped(scaled: PatternExpr) -> PatternExpr:
         Op(aten.clamp_max.default, Op(aten.clamp_min.default, inner, low), high),
         Op(aten.clamp_min.default, Op(aten.clamp_max.default, inner, high), low),
         Op(aten.clamp.default, inner, low, high),
-        Op(aten.minimum.default, Op(aten.maximum.default, inner, low), high),
-        Op(aten.maximum.default, Op(aten.minimum.default, inner, high), low),
+        either_order(aten.minimum.default, either_order(aten.maximum.default, inner, low), high),
+        either_order(aten.maximum.default, either_order(aten.minimum.default, inner, high), low),
         inner,
     )
     return Op(CAST, OneOf(Op(CAST, bounded, KeywordArg("back")), bounded), FLOAT8)
@@ -162,7 +162,7 @@ def _from_cast(node: Node, views: list[Node]) -> Quant | NotFused | None:
         return NotFused("quant_form", f"{node} is {node.args[1]}; the kernel writes {FLOAT8}")
     for form in FORMS:
         match = form.pattern.match(node)
-        if is_match(match) and (x := match.kwargs["x"]) in views:
+        if is_match(match) and (x := match.kwargs["x"]) in views and _keeps_shape(node, x):
             return _bounds_refusal(node, match) or _build(form, node, match, x)
     return NotFused("quant_form", f"{node} is made of the norm in no known form of a scaled, saturating cast")
 
@@ -182,6 +182,12 @@ def _build(form: Form, node: Node, match: Match, x: Node) -> Quant | NotFused:
         return given
     exact = wide and "low" in names and inverted and given.is_exact
     return Quant(form.name, formats.choose("fp8"), x, node, given, None, exact, tuple(match.nodes))
+
+
+def _keeps_shape(node: Node, x: Node) -> bool:
+    """Whether a scale of more dimensions has not added any."""
+    mine, its = value(node), value(x)
+    return mine is not None and its is not None and same_shape(mine, its)
 
 
 def _scaled_type(match: Match) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from torch._inductor.pattern_matcher import KeywordArg, Match, is_match
 from torch.fx import Node
 
 from custom_ops.reference_quant import FLOAT8_MAX
-from fusion_passes.patterns import CAST, OneOf, Op, either_order, value
+from fusion_passes.patterns import CAST, OneOf, Op, either_order, same_size, value
 from fusion_passes.reasons import NotFused
 
 aten = torch.ops.aten
@@ -73,6 +73,8 @@ _LARGEST_FLOOR = 1e-3
 def of_rows(operand: Any, x: Node, inverted: bool) -> RowScale | None:
     """The scale of each row of x that an operand is, or (inverted) is the reciprocal of; None if it is none."""
     path: list[Node] = []
+    if not _is_column(operand, x):
+        return None
     while isinstance(operand, Node) and (operand.target in _VIEWS or (inverted and _is_reciprocal(operand))):
         inverted = inverted and not _is_reciprocal(operand)
         path.append(operand)
@@ -83,6 +85,15 @@ def of_rows(operand: Any, x: Node, inverted: bool) -> RowScale | None:
     if not is_match(match) or not _fits(match, operand, x):
         return None
     return RowScale(operand, (*match.nodes, *path))
+
+
+def _is_column(operand: Any, x: Node) -> bool:
+    """Whether an operand has one element for each row of x, where the row is."""
+    mine, its = value(operand) if isinstance(operand, Node) else None, value(x)
+    if mine is None or its is None or mine.dim() != its.dim():
+        return False
+    rows = zip(mine.shape[:-1], its.shape[:-1], strict=True)
+    return same_size(mine.shape[-1], 1) and all(same_size(a, b) for a, b in rows)
 
 
 def _is_reciprocal(node: Node) -> bool:

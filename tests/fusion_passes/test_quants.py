@@ -232,6 +232,24 @@ def test_other_sizes_and_types(quantise: Any, shape: tuple[int, ...], dtype: tor
     assert captured.sites[0].left is None
 
 
+def test_scale_of_rows_that_divides_columns_is_left_alone() -> None:
+    """As many rows as columns: without a last dimension of one, the scale of row 3 divides column 3."""
+
+    def columns(n: Tensor) -> Tensor:
+        return programs.divide(n, n.float().abs().amax(-1) / 448.0)
+
+    captured = fuse(columns, shape=(HIDDEN, HIDDEN))
+    assert why(captured.sites[0]).code == "quant_scale"
+    assert fuse(programs.rows, shape=(HIDDEN, HIDDEN)).rules == ["add_norm_fp8_token"]
+
+
+def test_scale_that_adds_a_dimension_is_left_alone() -> None:
+    captured = fuse(programs.divide, S.reshape(1, 1, 1), shape=(8, HIDDEN))
+    assert why(captured.sites[0]).code == "quant_form"
+    assert captured.result[0].shape == (1, 8, HIDDEN)
+    assert fuse(programs.divide, S.reshape(1, 1), shape=(8, HIDDEN)).rules == ["add_norm_fp8"]
+
+
 def test_norm_in_float32_is_rounded_to_be_quantised_and_left_alone_otherwise() -> None:
     weight = NORM.weight.detach()
 

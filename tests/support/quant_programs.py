@@ -73,7 +73,7 @@ def maximum_first(n: Tensor, s: Tensor) -> Tensor:
 
 def with_tensors(n: Tensor, s: Tensor) -> Tensor:
     low, high = torch.full((), -MAX), torch.full((), MAX)
-    return torch.minimum(torch.maximum(n.float() / s, low), high).to(FLOAT8)
+    return torch.minimum(high, torch.maximum(n.float() / s, low)).to(FLOAT8)
 
 
 def after_reshape(n: Tensor, s: Tensor) -> Tensor:
