@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from custom_ops import counters, dispatch, domain, flashinfer_adapter, groups, pdl, unfused
-from custom_ops.counters import Launch
+from custom_ops import counters, dispatch, domain, flashinfer_adapter, flashinfer_direct, groups, pdl, ready, unfused
+from custom_ops.counters import Count, Launch
+from custom_ops.flashinfer_direct import Direct
 from custom_ops.limits import Strategy
+from custom_ops.ready import Ready, Tensors
 
 NAME = "flashinfer_all_reduce"
 
@@ -52,28 +54,39 @@ def flashinfer_all_reduce(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return out
+    kind = None
+    if x.is_cuda:
+        kind = ready.key((NAME, launch_with_pdl, fp32_acc, pdl_advance_launch_tokens), Tensors(x))
+        found = ready.find(group, kind)
+        if found is not None and found.launch(Tensors(x, allreduce_out=out), 0.0):
+            return out
     flat = x.contiguous()
     if flat.data_ptr() % domain.ACCESS_BYTES:
         flat = flat.clone()
     copied = flat.data_ptr() != x.data_ptr()
     threshold = pdl.PDL_ADVANCE_LAUNCH_TOKENS if pdl_advance_launch_tokens is None else pdl_advance_launch_tokens
     flags = dispatch.Flags(launch_with_pdl, fp32_acc, threshold)
-    _run(flat, out, group, flags, copied)
+    direct = _run(flat, out, group, flags, copied)
+    if direct is not None and kind is not None and not copied:
+        ready.keep(group, kind, Ready(*direct, Tensors(x, allreduce_out=out)))
     return out
 
 
-def _run(x: Tensor, out: Tensor, group: ProcessGroup, flags: dispatch.Flags, copied: bool) -> None:
+def _run(
+    x: Tensor, out: Tensor, group: ProcessGroup, flags: dispatch.Flags, copied: bool
+) -> tuple[Direct, Count] | None:
+    """Run a call; how to run the next one like it, where that is known."""
     if x.device.type != "cuda":
         counters.record(Launch(NAME, x.device.type, 0, Strategy.UNFUSED, reason="not a CUDA tensor"))
         unfused.all_reduce_into(out, x, group)
-        return
+        return None
     hidden = x.shape[-1] if x.dim() else 1
     message = dispatch.Message(x.numel() // hidden, hidden, x.dtype, x.device)
     launch, found = dispatch.plan(NAME, 0, message, group, flags, copied)
     counters.record(launch)
     if found is None:
         unfused.all_reduce_into(out, x, group)
-        return
+        return None
     call = flashinfer_adapter.KernelCall(
         pattern_code=0,
         allreduce_in=x.view(message.tokens, hidden),
@@ -84,6 +97,8 @@ def _run(x: Tensor, out: Tensor, group: ProcessGroup, flags: dispatch.Flags, cop
         fp32_acc=flags.fp32_acc and x.dtype != torch.float32,
     )
     flashinfer_adapter.launch(found.handle, call)
+    direct = flashinfer_direct.direct(found.handle, call, own_residual=True, own_gamma=True)
+    return None if direct is None else (direct, counters.count_of(launch))
 
 
 torch.library.impl(f"custom_ops::{NAME}", ("cpu", "cuda"), flashinfer_all_reduce)

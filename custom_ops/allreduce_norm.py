@@ -8,11 +8,24 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from custom_ops import arguments, counters, dispatch, flashinfer_adapter, groups, pdl, reference, unfused
+from custom_ops import (
+    arguments,
+    counters,
+    dispatch,
+    flashinfer_adapter,
+    flashinfer_direct,
+    groups,
+    pdl,
+    ready,
+    reference,
+    unfused,
+)
 from custom_ops.arguments import Arguments
-from custom_ops.counters import Launch
+from custom_ops.counters import Count, Launch
 from custom_ops.flashinfer_adapter import KernelCall
+from custom_ops.flashinfer_direct import Direct
 from custom_ops.limits import Strategy
+from custom_ops.ready import Ready, Tensors
 from custom_ops.workspace import Workspace
 
 NAME = "call_trtllm_fused_allreduce_norm"
@@ -92,6 +105,17 @@ def call_trtllm_fused_allreduce_norm(
         RuntimeError: a workspace would have to be made while a CUDA graph is captured.
     """
     group = groups.resolve(group_name, world_size)
+    tensors = Tensors(allreduce_in, residual, rms_gamma, scale_factor, norm_out, quant_out, scale_out, residual_out)
+    asked = (
+        pattern_code, rms_eps, launch_with_pdl, fp32_acc, max_token_num, weight_bias, pdl_advance_launch_tokens,
+        layout_code, block_quant_group_size,
+    )  # fmt: skip
+    kind = None
+    if rms_eps_tensor is None and allreduce_in.is_cuda:
+        kind = ready.key(asked, tensors)
+        found = ready.find(group, kind)
+        if found is not None and found.launch(tensors, rms_eps):
+            return
     args = arguments.check(
         pattern_code,
         allreduce_in,
@@ -105,29 +129,36 @@ def call_trtllm_fused_allreduce_norm(
     threshold = pdl.PDL_ADVANCE_LAUNCH_TOKENS if pdl_advance_launch_tokens is None else pdl_advance_launch_tokens
     flags = dispatch.Flags(launch_with_pdl, fp32_acc, threshold, max_token_num)
     if args.tokens:
-        _run(args, group, flags)
+        direct = _run(args, group, flags)
+        if direct is not None and kind is not None and args.is_as_given:
+            ready.keep(group, kind, Ready(*direct, tensors))
         for temporary, output in args.copy_back:
             output.copy_(temporary)
 
 
-def _run(args: Arguments, group: ProcessGroup, flags: dispatch.Flags) -> None:
+def _run(args: Arguments, group: ProcessGroup, flags: dispatch.Flags) -> tuple[Direct, Count] | None:
+    """Run a call; how to run the next one like it, where that is known."""
     device = args.allreduce_in.device
     if device.type == "cpu":
         counters.record(Launch(NAME, "cpu", args.pattern.code, Strategy.ONE_SHOT, copied_input=args.copied_input))
         reduced = reference.sum_ranks(unfused.gather(args.allreduce_in, group), flags.fp32_acc)
         unfused.finish(args, reduced)
-        return
+        return None
     message = dispatch.Message(args.tokens, args.hidden, args.allreduce_in.dtype, device)
     quantisation = None if args.quantised is None else args.quantised.quantisation
     launch, found = dispatch.plan(NAME, args.pattern.code, message, group, flags, args.copied_input, quantisation)
     counters.record(launch)
     if found is None:
         unfused.add_norm(args, group)
-    else:
-        _launch(args, launch, found, flags.fp32_acc)
+        return None
+    call = _launch(args, launch, found, flags.fp32_acc)
+    if not args.norms:
+        return None
+    direct = flashinfer_direct.direct(found.handle, call, args.residual is not None, args.gamma is not None)
+    return None if direct is None else (direct, counters.count_of(launch))
 
 
-def _launch(args: Arguments, launch: Launch, found: Workspace, fp32_acc: bool) -> None:
+def _launch(args: Arguments, launch: Launch, found: Workspace, fp32_acc: bool) -> KernelCall:
     shape, dtype = (args.tokens, args.hidden), args.allreduce_in.dtype
     call = KernelCall(
         args.pattern.code,
@@ -143,7 +174,7 @@ def _launch(args: Arguments, launch: Launch, found: Workspace, fp32_acc: bool) -
         flashinfer_adapter.launch(found.handle, replace(call, allreduce_out=reduced))
         if args.residual is not None:
             torch.add(reduced, args.residual, out=args.residual_out)
-        return
+        return call
     call = replace(
         call,
         residual=found.zero_tensor(shape, dtype) if args.residual is None else args.residual,
@@ -155,6 +186,7 @@ def _launch(args: Arguments, launch: Launch, found: Workspace, fp32_acc: bool) -
         quantised=args.quantised,
     )
     flashinfer_adapter.launch(found.handle, call)
+    return call
 
 
 torch.library.impl(f"custom_ops::{NAME}", ("cpu", "cuda"), call_trtllm_fused_allreduce_norm)

@@ -41,6 +41,11 @@ class Arguments:
         return self.allreduce_in.shape[0]
 
     @property
+    def is_as_given(self) -> bool:
+        """Whether the kernel can work on the very tensors that were given."""
+        return not self.copied_input and not self.copy_back
+
+    @property
     def norms(self) -> bool:
         """Whether the norm is taken: to be written, or to be quantised."""
         return self.norm_out is not None or self.quantised is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from custom_ops.limits import Strategy
@@ -33,20 +32,33 @@ class Launch:
     copied_input: bool = False
 
 
-_LAUNCHES: Counter[Launch] = Counter()
+@dataclass
+class Count:
+    """How often a plan ran."""
+
+    value: int = 0
+
+
+_LAUNCHES: dict[Launch, Count] = {}
 """The registry: plan -> number of calls. Replays of a captured graph do not pass here; its capture counts once."""
+
+
+def count_of(launch: Launch) -> Count:
+    """Where the calls of a plan are counted; it stays the same through reset_launches()."""
+    return _LAUNCHES.setdefault(launch, Count())
 
 
 def record(launch: Launch) -> None:
     """Count one call."""
-    _LAUNCHES[launch] += 1
+    count_of(launch).value += 1
 
 
 def launches() -> dict[Launch, int]:
     """How many calls ran with each plan since reset_launches()."""
-    return dict(_LAUNCHES)
+    return {launch: count.value for launch, count in _LAUNCHES.items() if count.value}
 
 
 def reset_launches() -> None:
     """Forget all counts."""
-    _LAUNCHES.clear()
+    for count in _LAUNCHES.values():
+        count.value = 0

@@ -150,11 +150,11 @@ def launch(workspace: Any, call: KernelCall) -> None:
         use_oneshot=call.one_shot,
         fp32_acc=call.fp32_acc,
         weight_bias=call.weight_bias,
-        **({} if quantised is None else _quantising(quantised)),
+        **({} if quantised is None else quantising(quantised)),
     )
 
 
-def _quantising(quantised: Quantised) -> dict[str, Any]:
+def quantising(quantised: Quantised) -> dict[str, Any]:
     """The arguments of a launch that quantises."""
     quantisation, scales = quantised.quantisation, quantised.scale_out
     found = quantisation.format

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class GroupState:
         workspaces: by size in bytes of the element (2 or 4), growing capacity.
         failures: why no larger workspace exists, by size of the element.
         generation: how often the workspaces were destroyed; keeps the topics of votes apart.
+        ready: what custom_ops.ready keeps of calls that ran: it holds workspaces, so it goes with them.
     """
 
     agreed: bool = False
@@ -59,6 +60,7 @@ class GroupState:
     workspaces: dict[int, list[Workspace]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     generation: int = 0
+    ready: dict[Hashable, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Free all workspaces and forget the vote."""
@@ -66,6 +68,7 @@ class GroupState:
             for workspace in made:
                 flashinfer_adapter.release(workspace.handle)
         self.agreed, self.generation = False, self.generation + 1
+        self.ready.clear()
         self.workspaces.clear()
         self.failures.clear()
 
@@ -74,6 +77,11 @@ _STATES: weakref.WeakKeyDictionary[ProcessGroup, GroupState] = weakref.WeakKeyDi
 """The registry. A state is freed with destroy(), with its process group, or when the interpreter exits."""
 
 _LOCK = threading.RLock()
+
+
+def known_state(group: ProcessGroup) -> GroupState | None:
+    """The state of a group that has voted; None otherwise."""
+    return _STATES.get(group)
 
 
 def state_of(group: ProcessGroup, device: torch.device) -> GroupState:
