@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from custom_ops import domain, formats, pattern_codes, quant_arguments
+from custom_ops import domain, formats, overlap, pattern_codes, quant_arguments
 from custom_ops.pattern_codes import Pattern
 from custom_ops.quant_arguments import Quantised
 
@@ -101,7 +101,7 @@ def check(
     quantised = _check_quantised(pattern, allreduce_in, inputs, outputs, layout_code, block_quant_group_size)
     if quantised is not None:
         views["quant_out"] = quantised.out
-    _check_overlap({"allreduce_in": allreduce_in, **inputs}, given)
+    overlap.check({"allreduce_in": allreduce_in, **inputs}, given)
     targets = {name: view if _aligned(view) else torch.empty_like(view) for name, view in views.items()}
     flat_in = _flatten_input(allreduce_in, hidden)
     flat_residual = None if residual is None else _flatten_input(residual, hidden)
@@ -226,27 +226,3 @@ def _aligned(tensor: Tensor) -> bool:
 
 def _moved(tensor: Tensor | None, flat: Tensor | None) -> bool:
     return tensor is not None and flat is not None and tensor.data_ptr() != flat.data_ptr()
-
-
-def _check_overlap(inputs: dict[str, Tensor | None], outputs: dict[str, Tensor]) -> None:
-    """An output may be an input, exactly; two outputs, or shifted views of one memory, would overwrite each other."""
-    written: dict[str, Tensor] = {}
-    for name, tensor in outputs.items():
-        for other, value in {**inputs, **written}.items():
-            if value is None or not _spans_meet(tensor, value):
-                continue
-            same = tensor.data_ptr() == value.data_ptr() and _span(tensor) == _span(value)
-            if other in written or not same or not value.is_contiguous():
-                raise ValueError(f"{name} overlaps {other}; pass a tensor of its own, or exactly that input")
-        written[name] = tensor
-
-
-def _spans_meet(a: Tensor, b: Tensor) -> bool:
-    if not a.numel() or not b.numel():
-        return False
-    return a.data_ptr() < b.data_ptr() + _span(b) and b.data_ptr() < a.data_ptr() + _span(a)
-
-
-def _span(tensor: Tensor) -> int:
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()

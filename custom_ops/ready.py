@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from custom_ops import domain, workspace
+from custom_ops import domain, overlap, workspace
 from custom_ops.counters import Count
 from custom_ops.flashinfer_direct import Direct
 
@@ -48,7 +48,7 @@ class Ready:
     def __init__(self, direct: Direct, count: Count, tensors: Tensors) -> None:
         self._direct, self._count = direct, count
         self._present = [place for place, tensor in enumerate(tensors) if tensor is not None]
-        self._sizes = [_reach(tensor) for tensor in tensors]
+        self._sizes = [0 if tensor is None else overlap.reach(tensor) for tensor in tensors]
         outputs = [place for place in self._present if place >= _FIRST_OUTPUT]
         self._pairs = [(out, other) for out in outputs for other in self._present if other < out]
 
@@ -77,20 +77,15 @@ _SCALE = Tensors._fields.index("scale_factor")
 """One number is read as such: it need not be aligned."""
 
 
-def _reach(tensor: Tensor | None) -> int:
-    """Bytes from the first to the last element."""
-    if tensor is None or not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
-
-
 def key(flags: tuple[Hashable, ...], tensors: Tensors) -> Hashable:
     """What calls of one kind have in common."""
-    return flags, *[
-        tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
-        for tensor in tensors
-    ]
+    parts: list[Hashable] = [flags]
+    for tensor in tensors:
+        if tensor is None:
+            parts.append(None)
+        else:
+            parts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+    return tuple(parts)
 
 
 def find(group: ProcessGroup, kind: Hashable) -> Ready | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from custom_ops import consensus, domain, flashinfer_adapter, groups, limits, machine, probe
+from custom_ops.limits import Limits
 
 logger = logging.getLogger("custom_ops")
 
@@ -55,12 +56,17 @@ class GroupState:
     """
 
     agreed: bool = False
-    limits: limits.Limits = limits.NONE
+    limits: Limits = limits.NONE
     problem: str | None = None
     workspaces: dict[int, list[Workspace]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     generation: int = 0
     ready: dict[Hashable, Any] = field(default_factory=dict)
+
+    def limit_to(self, found: Limits) -> None:
+        """Let sizes run fused as these limits say; calls that ran before are planned anew."""
+        self.limits = found
+        self.ready.clear()
 
     def reset(self) -> None:
         """Free all workspaces and forget the vote."""
@@ -96,7 +102,7 @@ def state_of(group: ProcessGroup, device: torch.device) -> GroupState:
             weakref.finalize(group, state.reset)
         topic = f"{state.generation}/facts"
         state.problem = consensus.agree(group, topic, machine.facts(device), machine.refusal(device))
-        state.limits = limits.NONE if state.problem else limits.for_device(machine.name(device), group.size())
+        state.limit_to(limits.NONE if state.problem else limits.for_device(machine.name(device), group.size()))
         state.agreed = True
         _explain(group, state.problem)
         return state

@@ -148,6 +148,10 @@ def kept() -> None:
         assert ready.find(on, kind) is launcher
         assert ready.find(on, ready.key((2,), given)) is None
         assert ready.find(dist.group.WORLD, kind) is None, "another group"  # type: ignore[arg-type]
+        state = workspace.state_of(on, CPU)
+        state.limit_to(state.limits)
+        assert ready.find(on, kind) is None, "planned anew when limits change"
+        ready.keep(on, kind, launcher)
         workspace.destroy(on.group_name)
         assert ready.find(on, kind) is None, "its workspace has gone"
 

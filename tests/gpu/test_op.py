@@ -173,7 +173,8 @@ def test_weight_bias_and_no_weight(gpus: Ranks) -> None:
 
 def two_shot() -> None:
     state = workspace.state_of(dist.group.WORLD, gpu.device())  # type: ignore[arg-type]
-    usual, state.limits = state.limits, limits.Limits(0, 32 << 20, "test")
+    usual = state.limits
+    state.limit_to(limits.Limits(0, 32 << 20, "test"))
     try:
         for tokens in (1, dist.get_world_size(), dist.get_world_size() + 1, 128, 1001):
             for hidden in (1792, 2880, 4096):
@@ -187,7 +188,7 @@ def two_shot() -> None:
                 assert launch.strategy is expected
                 assert launch.completion_at_end is True
     finally:
-        state.limits = usual
+        state.limit_to(usual)
 
 
 def test_two_shot(gpus: Ranks) -> None:
