@@ -14,10 +14,11 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from custom_ops import flashinfer_adapter
-from fusion_passes import collectives, compat, eligibility, quant_choice, reporting, rules, sites
+from fusion_passes import collectives, compat, eligibility, overlap, quant_choice, reporting, rules, sites
 from fusion_passes.collectives import AllReduce
 from fusion_passes.config import FusionConfig
 from fusion_passes.environment import Environment
+from fusion_passes.overlap import Overlap
 from fusion_passes.reasons import NotFused
 from fusion_passes.reporting import SiteReport
 from fusion_passes.rewrite import rewrite
@@ -25,7 +26,7 @@ from fusion_passes.rules import Rule
 from fusion_passes.sites import Site, Surroundings
 from fusion_passes.steps import are_exact
 
-Decision = Site | NotFused
+Decision = Site | Overlap | NotFused
 
 
 class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
@@ -53,14 +54,14 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         reports = [self._verdict(node, name, decision) for node, decision in decisions]
         if self.config.strict:
             reporting.require(reports)
-        fused = [decision for _, decision in decisions if isinstance(decision, Site)]
-        in_order = [self.replace(graph, site) for site in fused]
+        served = [decision for _, decision in decisions if not isinstance(decision, NotFused)]
+        in_order = [self.replace(graph, one) for one in served]
         if not all(in_order):
             stable_topological_sort(graph)
         self.publish(name, reports)
 
     def decide(self, graph: Graph, nodes: list[Node], is_inference: bool) -> list[tuple[Node, Decision]]:
-        """A site or a reason for every all-reduce, in the order of the graph, which is not changed."""
+        """What becomes of every all-reduce, or why nothing, in the order of the graph, which is not changed."""
         if not self.config.fuse_allreduce_rms:
             return [(node, NotFused("disabled", "fuse_allreduce_rms is off")) for node in nodes]
         if not is_inference:
@@ -81,10 +82,18 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         found = collectives.recognise(node)
         if not isinstance(found, AllReduce):
             return found
+        site = None if self.config.norm_path == "overlap" else self._decide_site(found, around, claimed)
+        if isinstance(site, Site) or self.config.norm_path == "fused":
+            assert site is not None
+            return site
+        question = eligibility.CollectiveQuestion(found, self.config, self.environment)
+        return eligibility.collective_refusal(question) or Overlap(found, site)
+
+    def _decide_site(self, found: AllReduce, around: Surroundings, claimed: set[Node]) -> Site | NotFused:
         site = sites.assemble(found, around, claimed)
         if not isinstance(site, Site):
             return site
-        question = eligibility.Question(site, self.config, self.environment, around)
+        question = eligibility.Question(found, self.config, self.environment, site, around)
         if refusal := eligibility.refusal(question):
             return refusal
         choice, left = quant_choice.choose(question)
@@ -94,8 +103,11 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
             )
         return replace(site, choice=choice, left=left)
 
-    def replace(self, graph: Graph, site: Site) -> bool:
+    def replace(self, graph: Graph, site: Site | Overlap) -> bool:
         """Replace a site; whether the nodes are still in an order in which they can run."""
+        if isinstance(site, Overlap):
+            overlap.rewrite(graph, site, self.config)
+            return True
         world_size = self.environment.world_size(site.all_reduce.group)
         call = rewrite(graph, site, _rule_of(site), world_size, self.config)
         # What was made for the call stands right before it, but may be made of something that comes later.
@@ -103,6 +115,8 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         return all(arg < call for node in made for arg in node.all_input_nodes)
 
     def _verdict(self, node: Node, graph: str, decision: Decision) -> SiteReport:
+        if isinstance(decision, Overlap):
+            return reporting.verdict(node, graph, overlap.RULE, decision.left)
         if not isinstance(decision, Site):
             return reporting.verdict(node, graph, decision)
         return reporting.verdict(node, graph, _rule_of(decision).name, decision.left)

@@ -43,6 +43,19 @@ class Builder:
                 node.meta[key] = self.origin.meta[key]
         return node
 
+    def lay_out_contiguously(self, call: Node) -> None:
+        """Note what an operator would see in eager mode: Inductor lays its inputs out like this."""
+        seen = torch.fx.map_arg((call.args, call.kwargs), self.contiguous)
+        call.meta["eager_input_vals"] = seen
+
+    def contiguous(self, node: Node) -> Any:
+        """The fake value of a node, laid out contiguously."""
+        found = value(node)
+        if found is None or is_contiguous(found):
+            return node.meta["val"]
+        with self.fake_mode:
+            return found.contiguous()
+
     def empty_like(self, like: Node, instead_of: Node, dtype: torch.dtype | None = None) -> Node:
         """A contiguous buffer of the shape of a node, for what another node held until now; of its type, or another."""
         mine, its = value(like), value(instead_of)

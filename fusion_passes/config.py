@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from custom_ops import PDL_ADVANCE_LAUNCH_TOKENS
 
+NORM_PATHS = ("fused", "overlap", "auto")
 ENVIRONMENT_FLAG = "FUSION_PASSES_FUSE_ALLREDUCE_RMS"
 
 
@@ -21,6 +23,8 @@ class FusionConfig:
         fp32_acc: sum over ranks in float32 and round once.
         pdl_advance_launch_tokens: largest number of tokens for which the kernel's successor may start early; 0 never.
         max_token_num: largest number of tokens that runs fused; None leaves it to the limits of the device.
+        norm_path: "fused": the norm goes into the op. "overlap": every all-reduce alone becomes FlashInfer's, and what
+            follows stays Inductor's kernel. "auto": fused where there is a norm to fuse, otherwise overlap.
         fuse_quantisation: take a quantisation of the norm into the op, too (docs/numerics.md).
         reassociate: where a bias, a multiplier or another tensor stands between the sum and the residual, take it
             before the sum: as many roundings, in another order (docs/numerics.md).
@@ -35,6 +39,7 @@ class FusionConfig:
     fp32_acc: bool = True
     pdl_advance_launch_tokens: int = PDL_ADVANCE_LAUNCH_TOKENS
     max_token_num: int | None = None
+    norm_path: Literal["fused", "overlap", "auto"] = "fused"
     fuse_quantisation: bool = True
     reassociate: bool = True
     exact_rounding: bool = False
@@ -42,6 +47,8 @@ class FusionConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no call can honour."""
+        if self.norm_path not in NORM_PATHS:
+            raise ValueError(f"norm_path={self.norm_path!r}: must be one of {', '.join(map(repr, NORM_PATHS))}")
         if self.pdl_advance_launch_tokens < 0:
             raise ValueError(
                 f"pdl_advance_launch_tokens={self.pdl_advance_launch_tokens}: must be 0 (never early) or more"

@@ -13,6 +13,7 @@ from fusion_passes.allreduce_rms_fusion import AllReduceRMSFusionPass
 from fusion_passes.config import FusionConfig
 from fusion_passes.environment import Environment
 from fusion_passes.graph_text import Line
+from fusion_passes.overlap import Overlap
 from fusion_passes.reporting import SiteReport
 from fusion_passes.sites import Site
 
@@ -76,7 +77,7 @@ class Recorder(AllReduceRMSFusionPass):
             )
         )
 
-    def replace(self, graph: Graph, site: Site) -> bool:
+    def replace(self, graph: Graph, site: Site | Overlap) -> bool:
         """Replace a site and note the nodes that went and those that came."""
         owner = site.all_reduce.node.name
         before = {node.name for node in graph.nodes}

@@ -29,7 +29,7 @@ class SiteReport:
         module: path of the module that it comes from, such as "model.layers.0.mlp.down_proj"; "" if unknown.
         source: "file:line" of the model code that it comes from; "" if unknown.
         graph: name of the compiled graph.
-        left: why a quantisation that follows the norm was not taken into the op; None where there is none.
+        left: why what follows was left to Inductor: a quantisation of the norm, or, with rule "overlap", the norm.
     """
 
     node: str
@@ -48,8 +48,8 @@ class SiteReport:
 
     @property
     def verdict_text(self) -> str:
-        """In a sentence: the rule or the reason, and why a quantisation was left alone."""
-        left = f"; quantisation left alone, {self.left}" if self.left else ""
+        """In a sentence: the rule or the reason, and why what follows was left alone."""
+        left = f"; the rest left alone, {self.left}" if self.left else ""
         return f"{self.rule or self.reason}{left}"
 
     @property
@@ -85,7 +85,7 @@ def reset_report() -> None:
 
 
 def verdict(node: Node, graph: str, outcome: str | NotFused, left: NotFused | None = None) -> SiteReport:
-    """The report of one all-reduce: the name of its rule, or why not; and why a quantisation was left alone."""
+    """The report of one all-reduce: the name of its rule, or why not; and why the rest was left alone."""
     fused = isinstance(outcome, str)
     return SiteReport(
         node=node.name,

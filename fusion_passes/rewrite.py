@@ -16,7 +16,7 @@ from custom_ops.pattern_codes import PATTERNS
 from fusion_passes import quant_ops
 from fusion_passes.builder import EXPONENTS, Builder
 from fusion_passes.config import FusionConfig
-from fusion_passes.patterns import is_contiguous, same_shape, value
+from fusion_passes.patterns import same_shape, value
 from fusion_passes.quants import Quant
 from fusion_passes.rules import Rule
 from fusion_passes.sites import Site, views_of
@@ -192,17 +192,10 @@ class _SiteBuilder(Builder):
         vals = (None, *(buffer.meta["val"] for buffer in buffers.values()))
         node = self.node(auto_functionalized_v2, (FUSED_OP,), kwargs, vals)
         # What the op would see in eager mode: Inductor lays its inputs out like this.
-        eager = {key: self._contiguous(arg) if isinstance(arg, Node) else arg for key, arg in kwargs.items()}
+        eager = {key: self.contiguous(arg) if isinstance(arg, Node) else arg for key, arg in kwargs.items()}
         eager["_all_bases"] = immutable_list(vals[1:])
         node.meta["eager_input_vals"] = ((FUSED_OP,), eager)
         return node
-
-    def _contiguous(self, node: Node) -> Any:
-        found = value(node)
-        if found is None or is_contiguous(found):
-            return node.meta["val"]
-        with self.fake_mode:
-            return found.contiguous()
 
 
 def _erase_dead(graph: Graph, site: Site, replaced: list[Node]) -> None:

@@ -41,7 +41,7 @@ def verdicts(sites: list[SiteReport]) -> Table:
     for site in sites:
         verdict = Text(site.rule, "green") if site.rule else Text(str(site.reason), LEFT_ALONE)
         if site.left:
-            verdict.append(f"\nquantisation left alone, {site.left}", LEFT_ALONE)
+            verdict.append(f"\nthe rest left alone, {site.left}", LEFT_ALONE)
         table.add_row(Text(site.node), Text(site.module), Text(site.source), verdict)
     return table
 
