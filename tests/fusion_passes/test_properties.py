@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -73,22 +75,30 @@ def tolerance(program: Program) -> float:
 DTYPE_OF_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
+SERVED = re.compile("auto_functionalized|flashinfer_all_reduce")
+
+
 def ops(gm: GraphModule) -> Counter[str]:
     return Counter(
-        "fused" if "auto_functionalized" in str(node.target) else "all_reduce"
+        "all_reduce" if node.target in collectives.TARGETS else "fused"
         for node in gm.graph.nodes
-        if node.target in collectives.TARGETS or "auto_functionalized" in str(node.target)
+        if node.target in collectives.TARGETS or SERVED.search(str(node.target))
     )
 
 
-@given(program=programs, symbolic=st.booleans(), reassociate=st.booleans())
+@given(
+    program=programs,
+    symbolic=st.booleans(),
+    reassociate=st.booleans(),
+    path=st.sampled_from(["fused", "fused", "auto", "overlap"]),
+)
 def test_values_stay_and_every_all_reduce_has_a_verdict(
-    groups: list[str], program: Program, symbolic: bool, reassociate: bool
+    groups: list[str], program: Program, symbolic: bool, reassociate: bool, path: Any
 ) -> None:
     gm = trace(program, groups, symbolic)
     before = GraphModule(gm, copy.deepcopy(gm.graph))
     text = graph_text.render(gm.graph)
-    config = FusionConfig(reassociate=reassociate)
+    config = FusionConfig(reassociate=reassociate, norm_path=path)
     recorder = Recorder(config)
     recorder(gm.graph, True)
     gm.graph.lint()
