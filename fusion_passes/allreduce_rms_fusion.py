@@ -14,7 +14,17 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from custom_ops import flashinfer_adapter
-from fusion_passes import collectives, compat, eligibility, overlap, quant_choice, reporting, rules, sites
+from fusion_passes import (
+    collective_checks,
+    collectives,
+    compat,
+    eligibility,
+    overlap,
+    quant_choice,
+    reporting,
+    rules,
+    sites,
+)
 from fusion_passes.collectives import AllReduce
 from fusion_passes.config import FusionConfig
 from fusion_passes.environment import Environment
@@ -86,8 +96,8 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         if isinstance(site, Site) or self.config.norm_path == "fused":
             assert site is not None
             return site
-        question = eligibility.CollectiveQuestion(found, self.config, self.environment)
-        return eligibility.collective_refusal(question) or Overlap(found, site)
+        question = collective_checks.CollectiveQuestion(found, self.config, self.environment)
+        return collective_checks.refusal(question) or Overlap(found, site)
 
     def _decide_site(self, found: AllReduce, around: Surroundings, claimed: set[Node]) -> Site | NotFused:
         site = sites.assemble(found, around, claimed)
