@@ -25,7 +25,7 @@ demo: $(INSTALLED) ## run a real model on two processes, with the pass and witho
 
 # Two at a time: a test of two ranks has two processes of its own.
 test: quality browser ## check quality and run all tests that need no GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 browser: ## install the browser that tests drive, where apt-get can; without one they are skipped
 	@command -v chromium >/dev/null || ! command -v apt-get >/dev/null \
