@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from custom_ops import domain, limits
+from fusion_passes import reasons
 from fusion_passes.collectives import AllReduce
 from fusion_passes.config import FusionConfig
 from fusion_passes.environment import Environment
@@ -124,7 +125,4 @@ LAST: tuple[tuple[str, Callable[[CollectiveQuestion], str | None]], ...] = (
 
 def refusal(question: CollectiveQuestion) -> NotFused | None:
     """The first reason against serving a collective by FlashInfer; None if there is none."""
-    for code, check in (*FIRST, *LAST):
-        if text := check(question):
-            return NotFused(code, text)
-    return None
+    return reasons.first((*FIRST, *LAST), question)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch.fx import Node
 
-from fusion_passes import collective_checks
+from fusion_passes import collective_checks, reasons
 from fusion_passes.collective_checks import CollectiveQuestion
 from fusion_passes.patterns import same_shape, value
 from fusion_passes.reasons import NotFused
@@ -141,7 +141,4 @@ CHECKS: tuple[tuple[str, Callable[[Question], str | None]], ...] = (
 
 def refusal(question: Question) -> NotFused | None:
     """The first reason against fusing a site; None if there is none."""
-    for code, check in CHECKS:
-        if text := check(question):
-            return NotFused(code, text)
-    return None
+    return reasons.first(CHECKS, question)

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from custom_ops import domain
-from fusion_passes import quants, scales
+from fusion_passes import quants, reasons, scales
 from fusion_passes.eligibility import Question
 from fusion_passes.patterns import value
 from fusion_passes.quants import Choice, Quant
@@ -27,13 +27,13 @@ def choose(question: Question) -> tuple[Choice | None, NotFused | None]:
     for quant in found:
         if isinstance(quant, Quant):
             groups[quant.key].append(quant)
-    reasons = [quant for quant in found if isinstance(quant, NotFused)]
+    refused = [quant for quant in found if isinstance(quant, NotFused)]
     for group in sorted(groups.values(), key=len, reverse=True):
         if reason := next(filter(None, (_refusal(question, quant) for quant in group)), None):
-            reasons.append(reason)
+            refused.append(reason)
             continue
-        return Choice(tuple(group), _is_used(norm, group)), next(iter(reasons), None)
-    return None, next(iter(reasons), None)
+        return Choice(tuple(group), _is_used(norm, group)), next(iter(refused), None)
+    return None, next(iter(refused), None)
 
 
 def _is_used(norm: Node, group: list[Quant]) -> bool:
@@ -95,7 +95,4 @@ CHECKS: tuple[tuple[str, Callable[[Question, Quant], str | None]], ...] = (
 
 
 def _refusal(question: Question, quant: Quant) -> NotFused | None:
-    for code, check in CHECKS:
-        if text := check(question, quant):
-            return NotFused(code, text)
-    return None
+    return reasons.first(CHECKS, question, quant)

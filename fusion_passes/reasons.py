@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 CODES: dict[str, str] = {
     "disabled": "the flag fuse_allreduce_rms is off",
@@ -66,3 +68,11 @@ class NotFused:
 
     def __str__(self) -> str:
         return f"{self.code}: {self.text}"
+
+
+def first(checks: Iterable[tuple[str, Callable[..., str | None]]], *seen: Any) -> NotFused | None:
+    """The first reason that a table of (code, check) gives against what the checks see; None if there is none."""
+    for code, check in checks:
+        if text := check(*seen):
+            return NotFused(code, text)
+    return None

@@ -15,6 +15,7 @@ from torch._inductor.utils import run_and_get_code
 import custom_ops
 import fusion_passes
 from fusion_passes import FusionConfig, compat
+from tests.fusion_passes.test_norm_forms import body
 from tests.support.capture import capture
 from tests.support.programs import HIDDEN, NORMS, AddNorm, reduce, tensors
 from tests.support.ranks import Ranks
@@ -43,10 +44,6 @@ def average(x: Tensor, residual: Tensor) -> Tensor:
 
 def in_float64(x: Tensor, residual: Tensor) -> Tensor:
     return residual + reduce(x.double()).to(x.dtype)
-
-
-def body(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if " = " in line or line.startswith("return"))
 
 
 @pytest.mark.usefixtures("fake_group")
