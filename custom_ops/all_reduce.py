@@ -14,10 +14,15 @@ from custom_ops.ready import Ready, Tensors
 
 NAME = "flashinfer_all_reduce"
 
+_FLAGS = "*, bool launch_with_pdl=True, bool fp32_acc=True, int? pdl_advance_launch_tokens=None"
 torch.library.define(
     f"custom_ops::{NAME}",
-    "(Tensor x, str? group_name=None, *, bool launch_with_pdl=True, bool fp32_acc=True, "
-    "int? pdl_advance_launch_tokens=None) -> Tensor",
+    f"(Tensor x, str? group_name=None, {_FLAGS}) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+torch.library.define(
+    f"custom_ops::{NAME}_",
+    f"(Tensor(a!) x, str? group_name=None, {_FLAGS}) -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
@@ -52,24 +57,65 @@ def flashinfer_all_reduce(
     """
     group = groups.resolve(group_name)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _reduce(x, out, group, (launch_with_pdl, fp32_acc, pdl_advance_launch_tokens))
+    return out
+
+
+def flashinfer_all_reduce_(
+    x: Tensor,
+    group_name: str | None = None,
+    *,
+    launch_with_pdl: bool = True,
+    fp32_acc: bool = True,
+    pdl_advance_launch_tokens: int | None = None,
+) -> None:
+    """Sum of x over a process group, in place; the same as `torch.distributed.all_reduce(x, group=group)`.
+
+    As flashinfer_all_reduce, but that nothing is copied where the process group's own all-reduce runs.
+
+    Args:
+        x: this rank's contribution, contiguous; becomes the sum.
+        group_name: ProcessGroup.group_name; None for the default group.
+        launch_with_pdl: programmatic dependent launch.
+        fp32_acc: sum over ranks in float32 and round once.
+        pdl_advance_launch_tokens: as of flashinfer_all_reduce.
+
+    Raises:
+        ValueError: unknown group, or x is not contiguous; nothing was written.
+        RuntimeError: a workspace would have to be made while a CUDA graph is captured.
+    """
+    group = groups.resolve(group_name)
+    if not x.is_contiguous():
+        raise ValueError(
+            f"x of shape {list(x.shape)} with strides {list(x.stride())}: must be contiguous to be reduced in place; "
+            "pass x.contiguous(), or use flashinfer_all_reduce"
+        )
+    out = x if x.data_ptr() % domain.ACCESS_BYTES == 0 else torch.empty_like(x)
+    _reduce(x, out, group, (launch_with_pdl, fp32_acc, pdl_advance_launch_tokens))
+    if out is not x:
+        x.copy_(out)
+
+
+def _reduce(x: Tensor, out: Tensor, group: ProcessGroup, asked: tuple[bool, bool, int | None]) -> None:
+    """out = sum of x over the group; out is contiguous, and may be x."""
     if not x.numel():
-        return out
+        return
     kind = None
     if x.is_cuda:
-        kind = ready.key((NAME, launch_with_pdl, fp32_acc, pdl_advance_launch_tokens), Tensors(x))
+        kind = ready.key((NAME, *asked), Tensors(x, allreduce_out=out))
         found = ready.find(group, kind)
         if found is not None and found.launch(Tensors(x, allreduce_out=out), 0.0):
-            return out
+            return
     flat = x.contiguous()
     if flat.data_ptr() % domain.ACCESS_BYTES:
         flat = flat.clone()
     copied = flat.data_ptr() != x.data_ptr()
-    threshold = pdl.PDL_ADVANCE_LAUNCH_TOKENS if pdl_advance_launch_tokens is None else pdl_advance_launch_tokens
+    launch_with_pdl, fp32_acc, threshold = asked
+    threshold = pdl.PDL_ADVANCE_LAUNCH_TOKENS if threshold is None else threshold
     flags = dispatch.Flags(launch_with_pdl, fp32_acc, threshold)
     direct = _run(flat, out, group, flags, copied)
     if direct is not None and kind is not None and not copied:
         ready.keep(group, kind, Ready(*direct, Tensors(x, allreduce_out=out)))
-    return out
 
 
 def _run(
@@ -102,8 +148,14 @@ def _run(
 
 
 torch.library.impl(f"custom_ops::{NAME}", ("cpu", "cuda"), flashinfer_all_reduce)
+torch.library.impl(f"custom_ops::{NAME}_", ("cpu", "cuda"), flashinfer_all_reduce_)
 
 
 @torch.library.register_fake(f"custom_ops::{NAME}")
 def _fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake(f"custom_ops::{NAME}_")
+def _fake_in_place(x: Tensor, *args: object, **kwargs: object) -> None:
+    return None

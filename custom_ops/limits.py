@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from pathlib import Path
 
 logger = logging.getLogger("custom_ops")
 
@@ -33,19 +34,14 @@ class Limits:
         one_shot_bytes: one-shot up to here.
         two_shot_bytes: two-shot from there up to here, for more tokens than ranks.
         source: where the numbers come from: device, world size and date, or "default".
+        overlap_bytes: up to here the all-reduce alone and Inductor's kernel are faster than the fused op.
     """
 
     one_shot_bytes: int
     two_shot_bytes: int
     source: str
+    overlap_bytes: int = 0
 
-
-MEASURED: dict[tuple[str, int], Limits] = {
-    # One-shot beat two-shot at every size tried. Against an in-place NCCL all-reduce and Inductor's add+norm kernel it
-    # gains 6% at 32 MiB, nothing at 48 MiB and loses 2% at 64 MiB (bf16, hidden size 4096).
-    ("NVIDIA H200", 2): Limits(32 * MIB, 32 * MIB, "NVIDIA H200, 2 ranks, 2026-11-29"),
-}
-"""Measured limits by (device name, world size)."""
 
 DEFAULTS: dict[int, Limits] = {
     # An eighth to a quarter of the sizes up to which FlashInfer's own heuristic stays with one-shot.
@@ -59,20 +55,53 @@ DEFAULTS: dict[int, Limits] = {
 NONE = Limits(0, 0, "nothing runs fused")
 
 
-@cache
+ADOPTED: dict[tuple[str, int], Limits] = {}
+"""The registry of what a tuning profile said, by (device name, world size); it goes before everything else."""
+
+
+def adopt(device_name: str, world_size: int, found: Limits) -> None:
+    """Let these limits decide for a device and world size, in this process from now on.
+
+    Raises:
+        ValueError: others were adopted before: their calls may be captured, or be compiled on another rank.
+    """
+    before = ADOPTED.setdefault((device_name, world_size), found)
+    if before != found:
+        raise ValueError(
+            f"two tuning profiles for {world_size} ranks of {device_name!r} in one process: {before} and {found}; "
+            "use one, in a new process"
+        )
+
+
 def for_device(device_name: str, world_size: int) -> Limits:
-    """Limits of a device and world size; conservative, with one warning, where they were not measured."""
-    if found := MEASURED.get((device_name, world_size)):
+    """Limits of a device and world size: adopted, measured, or conservative with one warning."""
+    return ADOPTED.get((device_name, world_size)) or _known(device_name, world_size)
+
+
+@cache
+def _known(device_name: str, world_size: int) -> Limits:
+    if found := measured().get((device_name, world_size)):
         return found
     fallback = DEFAULTS.get(world_size, NONE)
     if fallback is not NONE:
         logger.warning(
-            "no measured limits for %d ranks of %r: fusing up to %.2f MiB per all-reduce, a conservative default",
+            "no measured limits for %d ranks of %r: fusing up to %.2f MiB per all-reduce, a conservative default; "
+            "`python -m fusion_passes tune` measures",
             world_size,
             device_name,
             fallback.two_shot_bytes / MIB,
         )
     return fallback
+
+
+@cache
+def measured() -> dict[tuple[str, int], Limits]:
+    """Limits by (device name, world size) from the profiles that lie beside this module."""
+    from custom_ops import profile
+
+    files = (Path(__file__).parent / "profiles").glob("*.json")
+    profiles = [profile.parse(file.read_text()) for file in sorted(files)]
+    return {(one.device, one.world_size): one.limits for one in profiles}
 
 
 def choose(limits: Limits, num_tokens: int, hidden: int, itemsize: int, world_size: int) -> Strategy:

@@ -6,11 +6,12 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
 
-from custom_ops import domain, flashinfer_adapter
+from custom_ops import domain, flashinfer_adapter, limits
 
 
 def default_device() -> torch.device:
@@ -38,13 +39,14 @@ def refusal(device: torch.device) -> str | None:
     return device_refusal(device) or flashinfer_adapter.refusal()
 
 
-def facts(device: torch.device) -> dict[str, object]:
-    """What must be equal on all ranks of a group before one of them launches a kernel."""
+def facts(device: torch.device, world_size: int) -> dict[str, object]:
+    """What must be equal on all ranks of a group of some size before one of them launches a kernel."""
     return {
         "host": _host(),
         "device": name(device),
         "compute capability": list(capability(device) or ()),
         "flashinfer-python": flashinfer_adapter.version(),
+        "limits": list(astuple(limits.for_device(name(device), world_size))),
     }
 
 

@@ -69,8 +69,13 @@ def _quantise(args: Arguments, norm: Tensor) -> None:
 
 
 def _buffer(args: Arguments) -> Tensor:
-    """An output that can hold the sum over ranks until the end: it must not be the residual, which is read later."""
-    for output in (args.norm_out, args.residual_out):
-        if output is not None and (args.residual is None or output.data_ptr() != args.residual.data_ptr()):
+    """An output that can hold the sum over ranks until the end: it must not be the residual, which is read later.
+
+    The contribution itself, where it is an output, costs no copy.
+    """
+    outputs = [output for output in (args.norm_out, args.residual_out) if output is not None]
+    outputs.sort(key=lambda output: output.data_ptr() != args.allreduce_in.data_ptr())
+    for output in outputs:
+        if args.residual is None or output.data_ptr() != args.residual.data_ptr():
             return output
     return torch.empty_like(args.residual_out)

@@ -101,11 +101,19 @@ def state_of(group: ProcessGroup, device: torch.device) -> GroupState:
             state = _STATES[group] = GroupState()
             weakref.finalize(group, state.reset)
         topic = f"{state.generation}/facts"
-        state.problem = consensus.agree(group, topic, machine.facts(device), machine.refusal(device))
+        state.problem = consensus.agree(group, topic, machine.facts(device, group.size()), machine.refusal(device))
         state.limit_to(limits.NONE if state.problem else limits.for_device(machine.name(device), group.size()))
         state.agreed = True
         _explain(group, state.problem)
         return state
+
+
+def limit_to(world_size: int, found: Limits) -> None:
+    """Let sizes run fused as these limits say in every group of a size that has voted; SPMD, as the ops are."""
+    with _LOCK:
+        for group, state in list(_STATES.items()):
+            if state.agreed and not state.problem and group.size() == world_size:
+                state.limit_to(found)
 
 
 def acquire(group: ProcessGroup, dtype: torch.dtype, device: torch.device, nbytes: int) -> Workspace | str:

@@ -13,6 +13,7 @@ from typing import Any
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
+import custom_ops
 from custom_ops import flashinfer_adapter
 from fusion_passes import (
     collective_checks,
@@ -48,6 +49,8 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
     def __init__(self, config: FusionConfig | None = None, environment: Environment | None = None) -> None:
         self.config = (config or FusionConfig()).resolved()
         self.environment = environment or Environment()
+        path = self.config.tuning_profile
+        self.profile = custom_ops.use_profile(path) if path and self.config.fuse_allreduce_rms else None
 
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
         """Rewrite a graph in place; one without a site that fuses is left exactly as it is.
@@ -93,10 +96,13 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         if not isinstance(found, AllReduce):
             return found
         site = None if self.config.norm_path == "overlap" else self._decide_site(found, around, claimed)
-        if isinstance(site, Site) or self.config.norm_path == "fused":
+        if self.config.norm_path == "fused":
             assert site is not None
             return site
         question = collective_checks.CollectiveQuestion(found, self.config, self.environment)
+        if isinstance(site, Site):
+            faster = collective_checks.overlap_is_faster(question)
+            return site if faster is None else Overlap(found, faster)
         return collective_checks.refusal(question) or Overlap(found, site)
 
     def _decide_site(self, found: AllReduce, around: Surroundings, claimed: set[Node]) -> Site | NotFused:
@@ -115,11 +121,15 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
 
     def replace(self, graph: Graph, site: Site | Overlap) -> bool:
         """Replace a site; whether the nodes are still in an order in which they can run."""
+        config = self.config
+        if compat.inductor_launches_with_pdl():
+            # Its kernels wait for what they read of their direct predecessor, and for nothing before (docs/pdl.md).
+            config = replace(config, pdl_advance_launch_tokens=0)
         if isinstance(site, Overlap):
-            overlap.rewrite(graph, site, self.config)
+            overlap.rewrite(graph, site, config)
             return True
         world_size = self.environment.world_size(site.all_reduce.group)
-        call = rewrite(graph, site, _rule_of(site), world_size, self.config)
+        call = rewrite(graph, site, _rule_of(site), world_size, config)
         # What was made for the call stands right before it, but may be made of something that comes later.
         made = (call, *call.all_input_nodes)
         return all(arg < call for node in made for arg in node.all_input_nodes)
@@ -136,8 +146,9 @@ class AllReduceRMSFusionPass(compat.GraphPass):  # type: ignore[misc]
         reporting.publish(graph, sites)
 
     def uuid(self) -> Any:
-        """Changes with the sources, the configuration and the versions of torch and FlashInfer."""
-        parts = (_source_digest(), repr(self.config), compat.TORCH_VERSION, str(flashinfer_adapter.version()))
+        """Changes with the sources, the configuration, its profile and the versions of torch and FlashInfer."""
+        profile = self.profile.digest if self.profile else ""
+        parts = (_source_digest(), repr(self.config), profile, compat.TORCH_VERSION, str(flashinfer_adapter.version()))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -162,4 +173,4 @@ def _sources() -> Iterator[Path]:
         spec = find_spec(package)
         assert spec is not None
         for folder in spec.submodule_search_locations or ():
-            yield from sorted(Path(folder).rglob("*.py"))
+            yield from sorted(path for kind in ("*.py", "*.json") for path in Path(folder).rglob(kind))

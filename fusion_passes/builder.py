@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import cache
 from typing import Any
 
 import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._ops import OpOverload
 from torch.fx import Graph, Node, Proxy
+from torch.fx.immutable_collections import immutable_list
 
 from custom_ops.formats import Quantisation
 from fusion_passes.patterns import CAST, bind, is_contiguous, same_shape, value
@@ -16,6 +20,12 @@ from fusion_passes.scales import Scale
 aten = torch.ops.aten
 EXPONENTS = torch.float8_e8m0fnu
 _ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+@cache
+def _written_by(op: OpOverload) -> tuple[str, ...]:
+    arguments = op._schema.arguments
+    return tuple(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write)
 
 
 class Builder:
@@ -47,6 +57,29 @@ class Builder:
         """Note what an operator would see in eager mode: Inductor lays its inputs out like this."""
         seen = torch.fx.map_arg((call.args, call.kwargs), self.contiguous)
         call.meta["eager_input_vals"] = seen
+
+    def mutating(self, op: OpOverload, arguments: dict[str, Any], bases: dict[str, Node]) -> Node:
+        """The functional form of an operator that returns nothing and writes some of its arguments, whole tensors each.
+
+        Its outputs are None and then the new value of each base.
+
+        Args:
+            op: the operator.
+            arguments: by name, but for those that it writes.
+            bases: those, by name; what is not here is None.
+        """
+        places = {name: index for index, name in enumerate(bases)}
+        kwargs = dict(arguments)
+        for name in _written_by(op):
+            kwargs[f"_{name}_base_index"] = places.get(name)
+        kwargs["_all_bases"] = list(bases.values())
+        vals = (None, *(base.meta["val"] for base in bases.values()))
+        node = self.node(auto_functionalized_v2, (op,), kwargs, vals)
+        # What the operator would see in eager mode: Inductor lays its inputs out like this.
+        eager = {key: self.contiguous(arg) if isinstance(arg, Node) else arg for key, arg in kwargs.items()}
+        eager["_all_bases"] = immutable_list(vals[1:])
+        node.meta["eager_input_vals"] = ((op,), eager)
+        return node
 
     def contiguous(self, node: Node) -> Any:
         """The fake value of a node, laid out contiguously."""

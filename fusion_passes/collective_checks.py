@@ -98,6 +98,19 @@ def _above_limit(q: CollectiveQuestion) -> str | None:
     return f"{tokens} tokens are {size} bytes, fusion pays up to {found.two_shot_bytes} ({found.source})"
 
 
+def overlap_is_faster(q: CollectiveQuestion) -> NotFused | None:
+    """Why an all-reduce that could be fused is better served alone; None where it is not, or its size is not known."""
+    tokens, hidden = _static_tokens(q.x), q.x.shape[-1]
+    found = q.environment.limits(q.x.device, q.world_size)
+    if found is None or not tokens or not isinstance(hidden, int):
+        return None
+    size = tokens * hidden * q.x.dtype.itemsize
+    if size > found.overlap_bytes:
+        return None
+    text = f"{size} bytes; up to {found.overlap_bytes} the all-reduce alone is faster ({found.source})"
+    return NotFused("overlap_faster", text)
+
+
 def _static_tokens(x: torch.Tensor) -> int:
     """Rows of a tensor; 0 where they are not known at compile time."""
     tokens = math.prod(x.shape[:-1])

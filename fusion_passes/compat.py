@@ -62,6 +62,11 @@ def as_hook(passes: Sequence[Pass]) -> object:
     return tuple(passes) if TAKES_SEVERAL else PassChain(passes)
 
 
+def inductor_launches_with_pdl() -> bool:
+    """Whether Inductor launches its own kernels with PDL, in the compilation that runs now."""
+    return bool(getattr(inductor_config.triton, "enable_pdl", False))
+
+
 def graph_name() -> str:
     """AOTAutograd's name of the graph being compiled; "graph" outside of a compilation."""
     try:

@@ -10,6 +10,7 @@ from custom_ops import PDL_ADVANCE_LAUNCH_TOKENS
 
 NORM_PATHS = ("fused", "overlap", "auto")
 ENVIRONMENT_FLAG = "FUSION_PASSES_FUSE_ALLREDUCE_RMS"
+ENVIRONMENT_PROFILE = "FUSION_PASSES_TUNING_PROFILE"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,11 @@ class FusionConfig:
         pdl_advance_launch_tokens: largest number of tokens for which the kernel's successor may start early; 0 never.
         max_token_num: largest number of tokens that runs fused; None leaves it to the limits of the device.
         norm_path: "fused": the norm goes into the op. "overlap": every all-reduce alone becomes FlashInfer's, and what
-            follows stays Inductor's kernel. "auto": fused where there is a norm to fuse, otherwise overlap.
+            follows stays Inductor's kernel. "auto": the faster of the two by the limits of the device
+            and the site's size, and overlap where there is no norm to fuse.
+        tuning_profile: JSON file of `python -m fusion_passes tune` that decides which sizes run fused; None for the
+            table of the device. All ranks ask for it, rank 0's file serves all. The environment variable
+            FUSION_PASSES_TUNING_PROFILE names one where this is None.
         fuse_quantisation: take a quantisation of the norm into the op, too (docs/numerics.md).
         reassociate: where a bias, a multiplier or another tensor stands between the sum and the residual, take it
             before the sum: as many roundings, in another order (docs/numerics.md).
@@ -40,6 +45,7 @@ class FusionConfig:
     pdl_advance_launch_tokens: int = PDL_ADVANCE_LAUNCH_TOKENS
     max_token_num: int | None = None
     norm_path: Literal["fused", "overlap", "auto"] = "fused"
+    tuning_profile: str | None = None
     fuse_quantisation: bool = True
     reassociate: bool = True
     exact_rounding: bool = False
@@ -57,14 +63,15 @@ class FusionConfig:
             raise ValueError(f"max_token_num={self.max_token_num}: must be 1 or more, or None for the device's limits")
 
     def resolved(self) -> FusionConfig:
-        """This configuration with the environment's override applied.
+        """This configuration with what the environment says applied.
 
         Raises:
             ValueError: the environment variable is neither 0 nor 1.
         """
+        path = self.tuning_profile or os.environ.get(ENVIRONMENT_PROFILE) or None
         override = os.environ.get(ENVIRONMENT_FLAG, "")
         if not override:
-            return self
+            return replace(self, tuning_profile=path)
         if override not in ("0", "1"):
             raise ValueError(f"{ENVIRONMENT_FLAG}={override!r}: must be 0 or 1")
-        return replace(self, fuse_allreduce_rms=override == "1")
+        return replace(self, fuse_allreduce_rms=override == "1", tuning_profile=path)

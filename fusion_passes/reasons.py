@@ -37,6 +37,7 @@ CODES: dict[str, str] = {
     "kernel_domain": "the kernel does not serve this world size or hidden size",
     "above_limit": "the message is above the size up to which fusion pays",
     "max_token_num": "more tokens than max_token_num",
+    "overlap_faster": "norm_path is auto, and at this size the all-reduce alone is faster than the fused op",
     "quant_form": "what makes eight or four bits of the norm is no known quantisation",
     "quant_scale": "the scale of the quantisation is none that the kernel takes or makes",
     "quant_scale_depends": "the scale of the quantisation depends on an all-reduce",
@@ -47,7 +48,16 @@ CODES: dict[str, str] = {
 """Every code, with what it means."""
 
 
-EXCUSED = {"disabled", "no_norm", "norm_shared", "single_rank", "above_limit", "max_token_num", "quant_device"}
+EXCUSED = {
+    "disabled",
+    "no_norm",
+    "norm_shared",
+    "single_rank",
+    "above_limit",
+    "max_token_num",
+    "overlap_faster",
+    "quant_device",
+}
 """Reasons that leave nothing to be desired: no fusion was to be had, or it would not pay."""
 
 

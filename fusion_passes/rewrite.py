@@ -6,10 +6,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
-from torch.fx.immutable_collections import immutable_list
 
 import custom_ops  # noqa: F401  registers the op
 from custom_ops.pattern_codes import PATTERNS
@@ -20,14 +18,10 @@ from fusion_passes.patterns import same_shape, value
 from fusion_passes.quants import Quant
 from fusion_passes.rules import Rule
 from fusion_passes.sites import Site, views_of
+from fusion_passes.spare import is_sized, is_spare
 
 aten = torch.ops.aten
 FUSED_OP = torch.ops.custom_ops.call_trtllm_fused_allreduce_norm.default
-_OUTPUTS = tuple(
-    argument.name
-    for argument in FUSED_OP._schema.arguments
-    if argument.alias_info is not None and argument.alias_info.is_write
-)
 
 
 def rewrite(graph: Graph, site: Site, rule: Rule, world_size: int, config: FusionConfig) -> Node:
@@ -47,9 +41,9 @@ def rewrite(graph: Graph, site: Site, rule: Rule, world_size: int, config: Fusio
     builder = _SiteBuilder(graph, site.norm.out, site)
     with graph.inserting_before(site.total):
         x, residual = builder.fold()
-        buffers = builder.buffers(x if residual is None else residual, rule)
+        buffers = builder.buffers(x, x if residual is None else residual, rule)
         arguments = {**_arguments(site, rule, world_size, config), **builder.quant_arguments()}
-        call = builder.call(arguments, x, residual, buffers)
+        call = builder.mutating(FUSED_OP, {"allreduce_in": x, "residual": residual, **arguments}, buffers)
         outputs = {name: builder.item(call, 1 + index) for index, name in enumerate(buffers)}
     replaced = builder.quantised(outputs)
     if "norm_out" in outputs:
@@ -103,7 +97,7 @@ class _SiteBuilder(Builder):
                 residual = None if residual is None else self.node(step.operator.target, (residual, operand), {})
         return x, residual if residual is None else self._broadcast(residual, x, site.total)
 
-    def buffers(self, like: Node, rule: Rule) -> dict[str, Node]:
+    def buffers(self, x: Node, like: Node, rule: Rule) -> dict[str, Node]:
         """The tensors that the op writes, by name."""
         site, outputs, made = self.site, PATTERNS[rule.pattern_code].outputs, {}
         quant = None if site.choice is None else site.choice.one
@@ -111,10 +105,22 @@ class _SiteBuilder(Builder):
             made["norm_out"] = self.empty_like(like, site.norm.out)
         if quant is not None:
             made["quant_out"] = self.values(like, quant.quantisation, quant.values)
-        made["residual_out"] = self.empty_like(like, site.total)
+        made["residual_out"] = self._total_buffer(like, x)
         if quant is not None and "scale_out" in outputs:
             made["scale_out"] = self.scales(like, quant.quantisation, quant.scale_out or quant.values)
         return made
+
+    def _total_buffer(self, like: Node, x: Node) -> Node:
+        """What the sum and residual are written to.
+
+        Of a size that is not known yet the op may turn out to be above the limit; it is then reduced where it lies.
+        """
+        mine, total, user = value(x), value(self.site.total), self.site.all_reduce.node
+        assert mine is not None
+        assert total is not None
+        if not is_sized(mine) and same_shape(mine, total) and is_spare(x, user):
+            return x
+        return self.empty_like(like, self.site.total)
 
     def quant_arguments(self) -> dict[str, Any]:
         """Arguments of the op by name that say how to quantise."""
@@ -181,21 +187,6 @@ class _SiteBuilder(Builder):
         if same_shape(mine, wanted):
             return residual
         return self.node(aten.copy.default, (self.node(aten.empty_like.default, (x,), {}), residual), {})
-
-    def call(self, arguments: dict[str, Any], x: Node, residual: Node | None, buffers: dict[str, Node]) -> Node:
-        """The functional form of the fused op; its outputs are those of the op (none), then the buffers."""
-        places = {name: index for index, name in enumerate(buffers)}
-        kwargs = {"allreduce_in": x, "residual": residual, **arguments}
-        for name in _OUTPUTS:
-            kwargs[f"_{name}_base_index"] = places.get(name)
-        kwargs["_all_bases"] = list(buffers.values())
-        vals = (None, *(buffer.meta["val"] for buffer in buffers.values()))
-        node = self.node(auto_functionalized_v2, (FUSED_OP,), kwargs, vals)
-        # What the op would see in eager mode: Inductor lays its inputs out like this.
-        eager = {key: self.contiguous(arg) if isinstance(arg, Node) else arg for key, arg in kwargs.items()}
-        eager["_all_bases"] = immutable_list(vals[1:])
-        node.meta["eager_input_vals"] = ((FUSED_OP,), eager)
-        return node
 
 
 def _erase_dead(graph: Graph, site: Site, replaced: list[Node]) -> None:
