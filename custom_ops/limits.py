@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 logger = logging.getLogger("custom_ops")
 
@@ -26,6 +27,22 @@ class Strategy(str, Enum):
     UNFUSED = "unfused"
 
 
+class Row(NamedTuple):
+    """Largest message, in bytes, that each strategy serves at one hidden size.
+
+    Attributes:
+        hidden: the hidden size.
+        one_shot_bytes: one-shot up to here.
+        two_shot_bytes: two-shot from there up to here, for more tokens than ranks.
+        overlap_bytes: up to here the all-reduce alone and Inductor's kernel are faster than the fused op.
+    """
+
+    hidden: int
+    one_shot_bytes: int
+    two_shot_bytes: int
+    overlap_bytes: int
+
+
 @dataclass(frozen=True)
 class Limits:
     """Largest message, in bytes (tokens x hidden x itemsize), that each strategy serves.
@@ -35,12 +52,28 @@ class Limits:
         two_shot_bytes: two-shot from there up to here, for more tokens than ranks.
         source: where the numbers come from: device, world size and date, or "default".
         overlap_bytes: up to here the all-reduce alone and Inductor's kernel are faster than the fused op.
+        rows: the same by hidden size, in its order; they go before the numbers above. What pays depends on it: a row
+            is normed by one cluster of blocks, which a short row does not keep busy.
     """
 
     one_shot_bytes: int
     two_shot_bytes: int
     source: str
     overlap_bytes: int = 0
+    rows: tuple[Row, ...] = ()
+
+    def at(self, hidden: int) -> Limits:
+        """The limits of one hidden size: those of the next smaller one that was measured.
+
+        Below the smallest that was measured, as many tokens as there.
+        """
+        if not self.rows:
+            return self
+        row = next((row for row in reversed(self.rows) if row.hidden <= hidden), None)
+        if row is None:
+            first = self.rows[0]
+            row = Row(hidden, *(nbytes * hidden // first.hidden for nbytes in first[1:]))
+        return Limits(row.one_shot_bytes, row.two_shot_bytes, self.source, row.overlap_bytes)
 
 
 DEFAULTS: dict[int, Limits] = {
@@ -106,7 +139,7 @@ def measured() -> dict[tuple[str, int], Limits]:
 
 def choose(limits: Limits, num_tokens: int, hidden: int, itemsize: int, world_size: int) -> Strategy:
     """The strategy for a message of [num_tokens, hidden] elements of itemsize bytes between world_size ranks."""
-    nbytes = num_tokens * hidden * itemsize
+    nbytes, limits = num_tokens * hidden * itemsize, limits.at(hidden)
     if nbytes <= limits.one_shot_bytes:
         return Strategy.ONE_SHOT
     # The two-shot kernel gives every rank at least one token and asserts that there is one more.

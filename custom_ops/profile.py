@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from custom_ops import domain
-from custom_ops.limits import Limits
+from custom_ops.limits import Limits, Row
 
 FORMAT = 1
 LARGEST_TEXT = 1 << 20
@@ -64,9 +64,7 @@ class Profile:
         flashinfer: version of flashinfer-python.
         date: day of the measurement, YYYY-MM-DD.
         strategies_equal: whether one-shot and two-shot gave the same bits; otherwise only one of them may be used.
-        one_shot_bytes: one-shot up to here.
-        two_shot_bytes: two-shot from there up to here; above it, unfused.
-        overlap_bytes: up to here the all-reduce alone is faster than the fused op (`norm_path="auto"`).
+        crossovers: for each hidden size, in its order, up to which message each strategy is the fastest.
         points: what was measured.
     """
 
@@ -76,16 +74,16 @@ class Profile:
     flashinfer: str
     date: str
     strategies_equal: bool
-    one_shot_bytes: int
-    two_shot_bytes: int
-    overlap_bytes: int
+    crossovers: tuple[Row, ...]
     points: tuple[Measurement, ...]
 
     @property
     def limits(self) -> Limits:
         """What the ops decide by."""
         source = f"{self.device}, {self.world_size} ranks, {self.date}"
-        return Limits(self.one_shot_bytes, self.two_shot_bytes, source, self.overlap_bytes)
+        least = (min(numbers) for numbers in list(zip(*self.crossovers, strict=True))[1:])
+        one_shot, two_shot, overlap = least
+        return Limits(one_shot, two_shot, source, overlap, self.crossovers)
 
     @property
     def digest(self) -> str:
@@ -93,10 +91,14 @@ class Profile:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The profile as text, a line for each measured size."""
+        """The profile as text, a line for each hidden size and each measured size."""
         head = {"format": FORMAT, **asdict(self)}
-        points = ",\n  ".join(json.dumps(point) for point in head.pop("points"))
-        return json.dumps(head, indent=1).removesuffix("\n}") + f',\n "points": [\n  {points}\n ]\n}}\n'
+        lists = {"crossovers": [row._asdict() for row in self.crossovers], "points": head["points"]}
+        shown = json.dumps({key: value for key, value in head.items() if key not in lists}, indent=1)
+        for name, entries in lists.items():
+            lines = ",\n  ".join(map(json.dumps, entries))
+            shown = f'{shown.removesuffix(chr(10) + "}")},\n "{name}": [\n  {lines}\n ]\n}}'
+        return f"{shown}\n"
 
     def refusal(self, device: str, torch_version: str, flashinfer_version: str | None) -> str | None:
         """Why the profile says nothing about a machine; None if it does. Builds of one release are the same."""
@@ -129,37 +131,42 @@ def parse(text: str) -> Profile:
         raise ValueError(f"tuning profile: must be an object, is {type(found).__name__}")
     if found.pop("format", None) != FORMAT:
         raise ValueError(f"tuning profile: 'format' must be {FORMAT}")
-    points = found.get("points")
-    if not isinstance(points, list):
-        raise ValueError("tuning profile: 'points' must be a list")
-    found["points"] = tuple(Measurement(**_checked(one, Measurement, f"points[{at}]")) for at, one in enumerate(points))
-    return _consistent(Profile(**_checked(found, Profile, "tuning profile")))
+    for name, (kind, names) in _ENTRIES.items():
+        entries = found.get(name)
+        if not isinstance(entries, list):
+            raise ValueError(f"tuning profile: {name!r} must be a list")
+        found[name] = tuple(kind(**_checked(one, names, f"{name}[{at}]")) for at, one in enumerate(entries))
+    return _consistent(Profile(**_checked(found, _names(Profile), "tuning profile")))
 
 
 def _consistent(profile: Profile) -> Profile:
-    one_shot, two_shot = profile.one_shot_bytes, profile.two_shot_bytes
-    most = domain.max_capacity(profile.world_size)
-    if not one_shot <= two_shot <= most:
+    hidden, most = [row.hidden for row in profile.crossovers], domain.max_capacity(profile.world_size)
+    if not hidden or hidden != sorted(set(hidden)):
         raise ValueError(
-            f"tuning profile: one_shot_bytes={one_shot} and two_shot_bytes={two_shot} must rise and be at most {most}"
+            f"tuning profile: 'crossovers' must be of rising hidden sizes, at least one; they are {hidden}"
         )
-    if profile.overlap_bytes > two_shot:
-        raise ValueError(f"tuning profile: overlap_bytes={profile.overlap_bytes} is above two_shot_bytes={two_shot}")
-    if not profile.strategies_equal and 0 < one_shot < two_shot:
-        raise ValueError(
-            "tuning profile: one-shot and two-shot did not give the same bits, so only one of them may be used: "
-            f"one_shot_bytes={one_shot} must be 0 or two_shot_bytes={two_shot}"
-        )
+    for row in profile.crossovers:
+        where, one_shot, two_shot = f"tuning profile: hidden size {row.hidden}", row.one_shot_bytes, row.two_shot_bytes
+        if not one_shot <= two_shot <= most:
+            raise ValueError(
+                f"{where}: one_shot_bytes={one_shot} and two_shot_bytes={two_shot} must rise and be at most {most}"
+            )
+        if row.overlap_bytes > two_shot:
+            raise ValueError(f"{where}: overlap_bytes={row.overlap_bytes} is above two_shot_bytes={two_shot}")
+        if not profile.strategies_equal and 0 < one_shot < two_shot:
+            raise ValueError(
+                f"{where}: one-shot and two-shot did not give the same bits, so only one of them may be used: "
+                f"one_shot_bytes={one_shot} must be 0 or two_shot_bytes={two_shot}"
+            )
     return profile
 
 
-def _checked(found: object, kind: type, where: str) -> dict[str, Any]:
-    """The values of an object with exactly the keys of a dataclass, each allowed."""
+def _checked(found: object, names: Sequence[str], where: str) -> dict[str, Any]:
+    """The values of an object with exactly these keys, each allowed."""
     if not isinstance(found, dict):
         raise ValueError(f"{where}: must be an object, is {type(found).__name__}")
-    names = [field.name for field in fields(kind)]
     if unknown := sorted(set(found) - set(names)):
-        raise ValueError(f"{where}: unknown {unknown}; allowed are {names}")
+        raise ValueError(f"{where}: unknown {unknown}; allowed are {list(names)}")
     if missing := sorted(set(names) - set(found)):
         raise ValueError(f"{where}: {missing} missing")
     for name, value in found.items():
@@ -188,6 +195,16 @@ def _is_date(value: object) -> bool:
         return False
 
 
+def _names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+_ENTRIES: Mapping[str, tuple[type, Sequence[str]]] = {
+    "crossovers": (Row, Row._fields),
+    "points": (Measurement, _names(Measurement)),
+}
+"""The lists of a profile: what their entries are, with which keys."""
+
 _TEXT = ("text of 1 to 100 characters", _is_text)
 _BYTES = ("a number of bytes", lambda value: _is_whole(value, 0, domain.MAX_LAMPORT_BYTES))
 _SIZE = (f"a whole number from 1 to {LARGEST_SIZE}", lambda value: _is_whole(value, 1, LARGEST_SIZE))
@@ -204,6 +221,7 @@ _ALLOWED: Mapping[str, tuple[str, Any]] = {
     "one_shot_bytes": _BYTES,
     "two_shot_bytes": _BYTES,
     "overlap_bytes": _BYTES,
+    "crossovers": ("a list", lambda value: isinstance(value, tuple)),
     "points": ("a list", lambda value: isinstance(value, tuple)),
     "tokens": _SIZE,
     "hidden": _SIZE,

@@ -54,7 +54,10 @@ def _agreed(path: Path) -> Profile:
             answer["text"] = profile.parse(_read(path)).to_json()
         except ValueError as error:
             answer["problem"] = str(error)
-        store.set(_KEY, json.dumps(answer))
+        mine = json.dumps(answer)
+        # What is written stays: a rank that reads later must not find another one.
+        if store.compare_set(_KEY, "", mine).decode() != mine:
+            raise ValueError(f"tuning profile {str(path)!r}: this process group uses another one; use one for all")
     try:
         store.wait([_KEY], TIMEOUT)
     except RuntimeError:

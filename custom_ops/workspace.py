@@ -175,7 +175,8 @@ def prepare(
     if state.problem:
         return state.problem
     wanted = max_token_num * hidden_size * dtype.itemsize
-    served = min(wanted, max(state.limits.one_shot_bytes, state.limits.two_shot_bytes))
+    found = state.limits.at(hidden_size)
+    served = min(wanted, max(found.one_shot_bytes, found.two_shot_bytes))
     made = acquire(group, dtype, device, served)
     return made if isinstance(made, str) else None
 

@@ -95,7 +95,7 @@ def _above_limit(q: CollectiveQuestion) -> str | None:
     if strategy is not limits.Strategy.UNFUSED:
         return None
     size = tokens * hidden * q.x.dtype.itemsize
-    return f"{tokens} tokens are {size} bytes, fusion pays up to {found.two_shot_bytes} ({found.source})"
+    return f"{tokens} tokens are {size} bytes, fusion pays up to {found.at(hidden).two_shot_bytes} ({found.source})"
 
 
 def overlap_is_faster(q: CollectiveQuestion) -> NotFused | None:
@@ -104,10 +104,10 @@ def overlap_is_faster(q: CollectiveQuestion) -> NotFused | None:
     found = q.environment.limits(q.x.device, q.world_size)
     if found is None or not tokens or not isinstance(hidden, int):
         return None
-    size = tokens * hidden * q.x.dtype.itemsize
-    if size > found.overlap_bytes:
+    size, most = tokens * hidden * q.x.dtype.itemsize, found.at(hidden).overlap_bytes
+    if size > most:
         return None
-    text = f"{size} bytes; up to {found.overlap_bytes} the all-reduce alone is faster ({found.source})"
+    text = f"{size} bytes; up to {most} the all-reduce alone is faster ({found.source})"
     return NotFused("overlap_faster", text)
 
 

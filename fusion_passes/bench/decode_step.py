@@ -1,153 +1,109 @@
-"""One decoding step of a Llama-shaped tensor-parallel stack under CUDA graphs, fused against stock."""
+"""One step of a tensor-parallel stack of decoder layers under CUDA graphs, on several paths."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import fusion_passes
 from fusion_passes import FusionConfig
+from fusion_passes.bench import attribution, paths
 from fusion_passes.bench.float8_linear import quantise_linears
+from fusion_passes.bench.stack import MODELS, Stack
 from fusion_passes.bench.timing import Timing, per_call, slowest
 
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the whole model; the default is Llama 3.1 8B with fewer layers and a short context."""
-
-    hidden: int = 4096
-    intermediate: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    layers: int = 8
-    context: int = 128
-
-
-class Block(nn.Module):
-    """This rank's share of one decoder layer, with a full key-value cache of fixed length."""
-
-    def __init__(self, shape: Shape, batch: int, ranks: int) -> None:
-        super().__init__()
-        self.head = shape.hidden // shape.heads
-        self.heads, self.kv_heads = shape.heads // ranks, shape.kv_heads // ranks
-        self.input_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
-        self.qkv = nn.Linear(shape.hidden, (self.heads + 2 * self.kv_heads) * self.head, bias=False)
-        self.out = nn.Linear(self.heads * self.head, shape.hidden, bias=False)
-        self.post_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
-        self.gate_up = nn.Linear(shape.hidden, 2 * shape.intermediate // ranks, bias=False)
-        self.down = nn.Linear(shape.intermediate // ranks, shape.hidden, bias=False)
-        self.cache = nn.Buffer(torch.randn(2, batch, self.kv_heads, shape.context, self.head))
-
-    def forward(self, normed: Tensor, residual: Tensor, angles: Tensor, next_norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """(norm for the next layer, residual) of a step of [batch, hidden]."""
-        batch = normed.shape[0]
-        qkv = self.qkv(normed).view(batch, -1, 1, self.head)
-        query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        self.cache[..., -1:, :] = torch.stack([_rotate(key, angles), value])
-        query, keys, values = _rotate(query, angles), self.cache[0], self.cache[1]
-        attended = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-        residual = residual + _all_reduce(self.out(attended.reshape(batch, -1)))
-        gate, up = self.gate_up(self.post_norm(residual)).chunk(2, dim=-1)
-        residual = residual + _all_reduce(self.down(F.silu(gate) * up))
-        return next_norm(residual), residual
-
-
-class Stack(nn.Module):
-    """This rank's share of some decoder layers."""
-
-    def __init__(self, shape: Shape, batch: int, ranks: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(shape, batch, ranks) for _ in range(shape.layers))
-        self.final_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
-
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Hidden states of a step of [batch, hidden]."""
-        blocks = list(self.layers)
-        normed, residual = blocks[0].input_norm(x), x  # type: ignore[operator]
-        for index, block in enumerate(blocks):
-            following = blocks[index + 1].input_norm if index + 1 < len(blocks) else self.final_norm
-            normed, residual = block(normed, residual, angles, following)
-        return normed  # type: ignore[no-any-return]
+COMPARED = ("fused", "overlap", "symm_mem", paths.STOCK)
+LINEARS = ("bf16", "fp8", "fp8_token")
+"""Types of the linear layers: bfloat16, FP8 with static scales, and FP8 with a scale for each token."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Microseconds per layer of one decoding step.
+    """One step, in microseconds per layer.
 
     Attributes:
-        batch: sequences.
-        linears: type of the linear layers: "bf16", "fp8" (static scales) or "fp8_token".
-        stock: torch.compile.
-        norms: torch.compile with the pass, quantisation left to Inductor; None without quantisation.
-        fused: torch.compile with the pass.
-        sites: all-reduces that were fused.
-        rules: how many fused by which rule.
-        max_difference: largest difference of an output value between stock and fused.
+        model: one of stack.MODELS.
+        batch: tokens: sequences of a decoding step, or the length of a prefill.
+        linears: one of LINEARS.
+        timings: by path, one of paths.PATHS.
+        rules: by path, how many all-reduces were served by which rule.
+        differences: by path, the largest difference of an output value from stock.
+        kernels: by path, time on the device by what it was spent on; empty where it was not asked for.
     """
 
+    model: str
     batch: int
     linears: str
-    stock: Timing
-    norms: Timing | None
-    fused: Timing
-    sites: int
-    rules: dict[str, int]
-    max_difference: float
+    timings: dict[str, Timing] = field(default_factory=dict)
+    rules: dict[str, dict[str, int]] = field(default_factory=dict)
+    differences: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def ratio(self, path: str) -> float:
+        """How many times faster than stock."""
+        return self.timings[paths.STOCK].median / self.timings[path].median
 
 
-LINEARS = ("bf16", "fp8", "fp8_token")
+def measure(
+    batch: int,
+    model: str = "llama-8b",
+    linears: str = "bf16",
+    compared: Sequence[str] = COMPARED,
+    config: FusionConfig | None = None,
+    attribute: bool = False,
+    **changes: Any,
+) -> Step:
+    """Measure one step on the current GPUs; collective over the default group.
 
-
-def measure(batch: int, shape: Shape | None = None, config: FusionConfig | None = None, linears: str = "bf16") -> Step:
-    """Measure one batch size on the current GPUs; collective over the default group."""
-    config = config or FusionConfig()
-    shape = shape or Shape()
+    Args:
+        batch: tokens.
+        model: one of stack.MODELS.
+        linears: one of LINEARS.
+        compared: paths, one of them stock.
+        config: flags of the pass.
+        attribute: also ask torch's profiler where the time goes.
+        changes: fields of the model's Shape; context=0 makes it a prefill.
+    """
+    shape, step = replace(MODELS[model], **changes), Step(model, batch, linears)
     torch.manual_seed(dist.get_rank())
     with torch.device("cuda"), torch.inference_mode():
         stack = Stack(shape, batch, dist.get_world_size()).to(torch.bfloat16)
         if linears != "bf16":
             quantise_linears(stack, per_token=linears == "fp8_token")
         torch.manual_seed(1)
-        x = torch.randn(batch, shape.hidden).to(torch.bfloat16)
-        angles = torch.rand(stack.layers[0].head // 2)  # type: ignore[arg-type, operator]
-        fusion_passes.reset_report()
-        fused, after = _time(stack, x, angles, fusion_passes.options(config))
-        rules = Counter(site.rule for site in fusion_passes.report() if site.rule)
-        norms = None
-        if linears != "bf16":
-            only_norms = fusion_passes.options(replace(config, fuse_quantisation=False))
-            norms = _per_layer(_time(stack, x, angles, only_norms)[0], shape)
-        stock, before = _time(stack, x, angles, {})
-    difference = (after.float() - before.float()).abs().max().item()
-    timings = _per_layer(stock, shape), norms, _per_layer(fused, shape)
-    return Step(batch, linears, *timings, rules.total(), dict(rules), difference)
+        x, angles = torch.randn(batch, shape.hidden).to(torch.bfloat16), shape.angles(batch)
+        results = {}
+        for path in compared:
+            fusion_passes.reset_report()
+            run, results[path] = _compiled(stack, x, angles, paths.options(path, config))
+            timing = slowest(per_call(run, calls=10 if batch <= 256 else 2))
+            step.timings[path] = Timing(*(time / shape.layers for time in (timing.median, timing.low, timing.high)))
+            step.rules[path] = dict(Counter(site.rule for site in fusion_passes.report() if site.rule))
+            if attribute:
+                found = attribution.by_kind(run)
+                step.kernels[path] = {kind: time / shape.layers for kind, time in found.items()}
+    for path, result in results.items():
+        step.differences[path] = (result.float() - results[paths.STOCK].float()).abs().max().item()
+    return step
 
 
-def _time(stack: Stack, x: Tensor, angles: Tensor, options: dict[str, Any]) -> tuple[Timing, Tensor]:
+def _compiled(
+    stack: Stack, x: Tensor, angles: Tensor, options: dict[str, object]
+) -> tuple[Callable[[], Tensor], Tensor]:
+    """(one step, its result), warm."""
     torch._dynamo.reset()
-    compiled = torch.compile(stack, fullgraph=True, dynamic=False, options=options or None)
-    for _ in range(3):
-        result = compiled(x, angles)
-    return slowest(per_call(lambda: compiled(x, angles), calls=10)), result
+    compiled = torch.compile(stack, fullgraph=True, dynamic=False, options=options or None)  # type: ignore[arg-type]
 
+    def run() -> Tensor:
+        result: Tensor = compiled(x, angles)
+        return result
 
-def _per_layer(timing: Timing, shape: Shape) -> Timing:
-    return Timing(timing.median / shape.layers, timing.low / shape.layers, timing.high / shape.layers)
-
-
-def _all_reduce(x: Tensor) -> Tensor:
-    total: Tensor = funcol.all_reduce(x, "sum", dist.group.WORLD)  # type: ignore[arg-type]
-    return total
-
-
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    for _ in range(2):
+        run()
+    return run, run().clone()

@@ -1,8 +1,8 @@
-"""One all-reduce, add and RMSNorm, by message size: torch.compile with the pass against torch.compile without."""
+"""All-reduce, add and RMSNorm of a tensor that a kernel has just made, as in a model, by size and path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,14 @@ from torch import Tensor
 
 import custom_ops
 import fusion_passes
+from fusion_passes.bench import paths
 from fusion_passes.bench.timing import Timing, per_call, slowest
+from fusion_passes.environment import Environment
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Rows, by default."""
+
+COMPARED = ("fused", "overlap", "symm_mem", paths.STOCK)
 
 
 @dataclass(frozen=True)
@@ -25,27 +30,29 @@ class Point:
     Attributes:
         tokens: rows.
         hidden: elements of a row.
-        fused: compiled with the pass.
-        stock: compiled without, from the same function; torch.compile copies its input before NCCL reduces in place.
-        stock_in_place: compiled without, reducing its input in place: no copy.
-        strategy: how the fused op ran; "not rewritten" where the pass left the all-reduce alone.
         itemsize: bytes of an element.
         format: what the norm is quantised to behind it; None where it is not.
+        dynamic: whether the number of rows was unknown when it was compiled.
+        timings: by path, one of paths.PATHS.
+        ran: by path, how the all-reduce ran: a strategy, or "left alone".
     """
 
     tokens: int
     hidden: int
-    fused: Timing
-    stock: Timing
-    stock_in_place: Timing
-    strategy: str
     itemsize: int
-    format: str | None = None
+    format: str | None
+    dynamic: bool
+    timings: dict[str, Timing]
+    ran: dict[str, str]
 
     @property
     def nbytes(self) -> int:
         """Size of the message."""
         return self.tokens * self.hidden * self.itemsize
+
+    def ratio(self, path: str) -> float:
+        """How many times faster than stock."""
+        return self.timings[paths.STOCK].median / self.timings[path].median
 
 
 def _static(x: Tensor, scale: Tensor) -> Any:
@@ -61,50 +68,81 @@ FORMATS: dict[str, Callable[[Tensor, Tensor], Any]] = {"fp8": _static, "fp8_toke
 """Quantisations in plain PyTorch, which Inductor makes one kernel of with the norm."""
 
 
+class Chain:
+    """The measured function for one hidden size and type; its weights are shared by all paths and sizes.
+
+    Args:
+        hidden: elements of a row.
+        dtype: of the activations.
+        format: one of FORMATS, or None.
+    """
+
+    def __init__(self, hidden: int, dtype: torch.dtype = torch.bfloat16, format: str | None = None) -> None:
+        self.hidden, self.dtype, self.format = hidden, dtype, format
+        self.norm = torch.nn.RMSNorm(hidden, device="cuda", dtype=dtype)
+        self.gate, self.scale = torch.ones((), device="cuda", dtype=dtype), torch.tensor(0.02, device="cuda")
+
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """(x, residual) of [tokens, hidden]."""
+        x, residual = (torch.randn(tokens, self.hidden, device="cuda", dtype=self.dtype) for _ in range(2))
+        return x, residual
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Any:
+        """(norm, or its quantisation; new residual)."""
+        # Made here, as a product is in a model: stock reduces it where it lies.
+        made = x * self.gate
+        total = residual + funcol.all_reduce(made, "sum", dist.group.WORLD)  # type: ignore[arg-type]
+        normed = self.norm(total)
+        return (normed if self.format is None else FORMATS[self.format](normed, self.scale)), total
+
+    def compiled(
+        self, path: str, dynamic: bool = False, environment: Environment | None = None
+    ) -> Callable[[Tensor, Tensor], Any]:
+        """The chain compiled on a path; sizes compile at the first call."""
+        torch._dynamo.reset()
+
+        def fn(x: Tensor, residual: Tensor) -> Any:
+            return self(x, residual)
+
+        options = paths.options(path, environment=environment)
+        return torch.compile(fn, fullgraph=True, dynamic=dynamic, options=options or None)
+
+
+def time(fn: Callable[[Tensor, Tensor], Any], x: Tensor, residual: Tensor) -> Timing:
+    """Microseconds a call under CUDA graphs, of the slowest rank."""
+    for _ in range(3):
+        fn(x, residual)
+    return slowest(per_call(lambda: fn(x, residual), 20 if x.numel() <= 1 << 22 else 5))
+
+
 def sweep(
     hidden: int,
     tokens: Sequence[int] = TOKENS,
     dtype: torch.dtype = torch.bfloat16,
     format: str | None = None,
-) -> list[Point]:
-    """Measure all sizes on the current GPUs, quantising or not; collective over the default group."""
-    return [_measure(count, hidden, dtype, format) for count in tokens]
+    compared: Sequence[str] = COMPARED,
+    dynamic: bool = False,
+) -> Iterator[Point]:
+    """Measure all sizes on the current GPUs, one after the other; collective over the default group.
 
-
-def _measure(tokens: int, hidden: int, dtype: torch.dtype, format: str | None) -> Point:
-    x, residual = (torch.randn(tokens, hidden, device="cuda", dtype=dtype) for _ in range(2))
-    norm = torch.nn.RMSNorm(hidden, device="cuda", dtype=dtype)
-    world = dist.group.WORLD
-    scale = torch.tensor(0.02, device="cuda")
-    finish = (lambda x, scale: x) if format is None else FORMATS[format]
-
-    def functional(x: Tensor, residual: Tensor) -> Any:
-        total = residual + funcol.all_reduce(x, "sum", world)  # type: ignore[arg-type]
-        return finish(norm(total), scale), total
-
-    def in_place(x: Tensor, residual: Tensor) -> Any:
-        dist.all_reduce(x)
-        total = residual + x
-        return finish(norm(total), scale), total
-
-    calls = 20 if tokens <= 1024 else 5
+    Args:
+        hidden: elements of a row.
+        tokens: rows.
+        dtype: of the activations.
+        format: quantise the norm behind it, or not (None).
+        compared: paths, one of them stock.
+        dynamic: compile each path once, for any number of rows.
+    """
+    chain = Chain(hidden, dtype, format)
+    kept = {path: chain.compiled(path, dynamic=True) for path in compared} if dynamic else {}
     with torch.inference_mode():
-        custom_ops.reset_launches()
-        fused = _time(functional, x, residual, calls, fusion_passes.options())
-        ran = "/".join(sorted(launch.strategy.value for launch in custom_ops.launches())) or "not rewritten"
-        stock = _time(functional, x, residual, calls, {})
-        stock_in_place = _time(in_place, x, residual, calls, {})
-    return Point(tokens, hidden, fused, stock, stock_in_place, ran, dtype.itemsize, format)
-
-
-def _time(
-    fn: Callable[[Tensor, Tensor], Any], x: Tensor, residual: Tensor, calls: int, options: dict[str, Any]
-) -> Timing:
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, fullgraph=True, dynamic=False, options=options or None)
-    source = x.clone()
-    for _ in range(3):
-        compiled(x, residual)
-    timing = per_call(lambda: compiled(x, residual), calls, before_replay=lambda: x.copy_(source))
-    x.copy_(source)
-    return slowest(timing)
+        for count in tokens:
+            x, residual = chain.inputs(count)
+            timings, ran = {}, {}
+            for path in compared:
+                fn = kept.get(path) or chain.compiled(path)
+                custom_ops.reset_launches()
+                fusion_passes.reset_report()
+                timings[path] = time(fn, x, residual)
+                ran[path] = "/".join(sorted(one.strategy.value for one in custom_ops.launches())) or "left alone"
+            yield Point(count, hidden, dtype.itemsize, format, dynamic, timings, ran)

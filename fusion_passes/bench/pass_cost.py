@@ -13,7 +13,7 @@ from torch.fx import Graph
 
 import fusion_passes
 from fusion_passes import compat, fake_machine
-from fusion_passes.bench.decode_step import Shape, Stack
+from fusion_passes.bench.stack import Shape, Stack
 
 LAYERS = (10, 100)
 RANKS = 2

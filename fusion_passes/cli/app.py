@@ -38,18 +38,54 @@ def demo(
 
 @app.command()
 def bench(
+    part: Annotated[list[str], typer.Option(help="pass, op, step or pdl; repeat for several.")] = [
+        "pass",
+        "op",
+        "step",
+    ],
     hidden: Annotated[int, typer.Option(min=8, help="Hidden size of the op sweep.")] = 4096,
-    batch: Annotated[list[int], typer.Option(help="Batch size of a decoding step; repeat for several.")] = [1, 16, 64],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(min=1, help="Tokens of a decoding step; repeat for several.")] = [
+        1,
+        16,
+        64,
+    ],
+    model: Annotated[list[str], typer.Option(help="llama-8b, qwen3-30b-a3b or gemma3-12b; repeat for several.")] = [
+        "llama-8b"
+    ],
+    attribute: Annotated[bool, typer.Option("--attribute", help="Say where the time of the steps goes.")] = False,
     layers: Annotated[
         list[int], typer.Option(min=1, help="Layers to compile for the cost of the pass; repeat for several.")
-    ] = [10, 100],  # noqa: B006
+    ] = [10, 100],
     png: Annotated[Path | None, typer.Option(help="Write a plot of the op sweep to this file.")] = None,
+    steps_png: Annotated[
+        Path | None, typer.Option(help="Write a plot of where the time of the steps goes; implies --attribute.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Measure what the pass costs, and on two GPUs the op and a decoding step, with the pass against without."""
+    """Measure what the pass costs and, on two GPUs or more, what it gains; by itself or under torchrun."""
+    from fusion_passes.bench.stack import MODELS
     from fusion_passes.cli import bench as command
 
-    raise typer.Exit(command.run(hidden, batch, layers, png, json))
+    for name, given, allowed in (("--part", part, command.PARTS), ("--model", model, tuple(MODELS))):
+        if unknown := sorted(set(given) - set(allowed)):
+            raise typer.BadParameter(f"{name} {unknown}: must be among {', '.join(allowed)}")
+    asked = command.Asked(part, hidden, batch, model, attribute or steps_png is not None)
+    raise typer.Exit(command.run(asked, layers, png, steps_png, json))
+
+
+@app.command()
+def tune(
+    out: Annotated[Path, typer.Argument(help="The profile to write, JSON.")] = Path("tuning_profile.json"),
+    hidden: Annotated[list[int] | None, typer.Option(min=8, help="Hidden size; repeat for several.")] = None,
+    dtype: Annotated[list[str], typer.Option(help="bfloat16, float16 or float32; repeat.")] = ["bfloat16"],
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeat for several.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a plot of the measurements to this file.")] = None,
+    json: Json = False,
+) -> None:
+    """Find the sizes up to which fusion pays on this machine's GPUs; FusionConfig(tuning_profile=...) uses them."""
+    from fusion_passes.cli import tune as command
+
+    raise typer.Exit(command.run(out, hidden, dtype, tokens, png, json))
 
 
 @app.command()

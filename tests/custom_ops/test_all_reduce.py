@@ -12,6 +12,7 @@ from tests.support.programs import tensors
 from tests.support.ranks import Ranks
 
 OP = torch.ops.custom_ops.flashinfer_all_reduce
+IN_PLACE = torch.ops.custom_ops.flashinfer_all_reduce_
 
 
 def values() -> None:
@@ -23,6 +24,8 @@ def values() -> None:
             out = OP(x)
             assert torch.equal(out, expected)
             assert torch.equal(x, before)
+            assert IN_PLACE(before) is None
+            assert torch.equal(before, expected)
             assert out.is_contiguous()
             assert x.numel() == 0 or out.data_ptr() != x.data_ptr()
     assert {launch.strategy for launch in custom_ops.launches()} == {Strategy.UNFUSED}
@@ -41,6 +44,21 @@ def test_opcheck() -> None:
     (x,) = tensors(2, 3, 64, count=1)
     torch.library.opcheck(OP.default, (x,))
     torch.library.opcheck(OP.default, (x.transpose(0, 1), "0"), {"launch_with_pdl": False})
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_opcheck_in_place() -> None:
+    (x,) = tensors(2, 3, 64, count=1)
+    torch.library.opcheck(IN_PLACE.default, (x,))
+    torch.library.opcheck(IN_PLACE.default, (x, "0"), {"pdl_advance_launch_tokens": 0})
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_in_place_needs_a_contiguous_tensor() -> None:
+    x = torch.arange(12.0).view(3, 4).t()
+    with pytest.raises(ValueError, match=r"x of shape \[4, 3\] with strides \[1, 4\]: must be contiguous"):
+        IN_PLACE(x)
+    assert torch.equal(x, torch.arange(12.0).view(3, 4).t()), "nothing was written"
 
 
 @pytest.mark.usefixtures("fake_group")

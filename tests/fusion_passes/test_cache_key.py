@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from custom_ops import flashinfer_adapter
+from custom_ops import flashinfer_adapter, limits
 from fusion_passes import AllReduceRMSFusionPass, FusionConfig, allreduce_rms_fusion, compat
+from tests.support import profiles
 
 PROGRAM = """
 import json, sys
@@ -35,6 +36,7 @@ print(json.dumps({
 }))
 """
 
+SHIPPED = str(Path(limits.__file__).parent / "profiles" / "nvidia_h200_2.json")
 HIT, MISS = [1, 0], [0, 1]
 
 
@@ -76,6 +78,7 @@ def test_identifier_is_stable_and_has_no_rank_or_pointer() -> None:
         {"fuse_allreduce_rms": False}, {"launch_with_pdl": False}, {"fp32_acc": False}, {"max_token_num": 1},
         {"pdl_advance_launch_tokens": 15}, {"exact_rounding": True},
         {"reassociate": False}, {"strict": True}, {"fuse_quantisation": False}, {"norm_path": "auto"},
+        {"tuning_profile": SHIPPED},
     ],
     ids=str,
 )  # fmt: skip
@@ -100,6 +103,31 @@ def test_identifier_changes_with_versions_and_sources(monkeypatch: pytest.Monkey
     assert len(seen) == 4
 
 
+def test_identifier_changes_with_what_the_profile_says(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    seen = set()
+    for changes in ({}, {"crossovers": (profiles.ROW._replace(overlap_bytes=1),)}, {"date": "2026-12-01"}):
+        path.write_text(profiles.profile(**changes).to_json())
+        seen.add(uuid(tuning_profile=str(path)))
+    assert len(seen) == 3
+
+
+def test_profile_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profiles.profile().to_json())
+    monkeypatch.setenv("FUSION_PASSES_TUNING_PROFILE", str(path))
+    assert uuid() == uuid(tuning_profile=str(path))
+    assert uuid(tuning_profile=SHIPPED) != uuid()
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="'format' must be 1"):
+        uuid()
+
+
 def test_sources_of_both_packages_are_covered() -> None:
     names = {f"{path.parent.name}/{path.name}" for path in allreduce_rms_fusion._sources()}
-    assert {"custom_ops/limits.py", "fusion_passes/norms.py", "fusion_passes/rewrite.py"} <= names
+    assert {
+        "custom_ops/limits.py",
+        "fusion_passes/norms.py",
+        "fusion_passes/rewrite.py",
+        "profiles/nvidia_h200_2.json",
+    } <= names

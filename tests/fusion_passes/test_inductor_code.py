@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import fusion_passes
-from fusion_passes import compat
+from fusion_passes import FusionConfig, compat
 from tests.fusion_passes.test_steps import bias, bias_alone, multiplier, second_sum
 from tests.support.models import parallel_llama, token_ids
 from tests.support.programs import HIDDEN, NORMS, reduce, tensors
@@ -20,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("fake_group")
 CALL = "torch.ops.custom_ops.call_trtllm_fused_allreduce_norm.default("
 
 
-def code_of(fn: object, *inputs: Tensor, **options: object) -> str:
+def code_of(fn: object, *inputs: Tensor, config: FusionConfig | None = None, **options: object) -> str:
     """The body of the compiled function."""
     with torch.no_grad(), compat.without_caches():
-        compiled = torch.compile(fn, fullgraph=True, options=fusion_passes.options(), **options)  # type: ignore[call-overload]
+        compiled = torch.compile(fn, fullgraph=True, options=fusion_passes.options(config), **options)  # type: ignore[call-overload]
         _, code = run_and_get_code(compiled, *inputs)
     (text,) = code
     return text[text.index("def call(") : text.index("def get_args")]
@@ -88,3 +89,41 @@ def test_quantised_outputs_are_written_in_place(name: str, dynamic: bool) -> Non
     assert text.count(CALL) == 1
     for unwanted in ("copy_", "clone", "_quant.", "_quant("):
         assert unwanted not in text, unwanted
+
+
+PATHS = {"fused": CALL, "overlap": "torch.ops.custom_ops.flashinfer_all_reduce_.default("}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_unknown_size_is_reduced_where_it_lies(path: Any) -> None:
+    """Above the limit the op is the process group's all-reduce, which in stock needs no copy of a product either."""
+    norm, proj = NORMS["meta"](), torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + reduce(proj(x))
+        return norm(total), total
+
+    text = code_of(block, *tensors(2, 8, HIDDEN), config=FusionConfig(norm_path=path), dynamic=True)
+    (call,) = (line for line in text.splitlines() if PATHS[path] in line)
+    assert call.count("reinterpret_tensor(buf0,") == (2 if path == "fused" else 1)
+    for unwanted in ("copy_(", "clone", "_c10d_functional", "flashinfer_all_reduce.default"):
+        assert unwanted not in text, unwanted
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kept", ["input", "used", "view", "clone"])
+def test_what_is_needed_otherwise_is_not_written_over(path: Any, kept: str) -> None:
+    norm, proj = NORMS["meta"](), torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        made = {"input": lambda: x, "used": lambda: proj(x), "view": lambda: x.view(-1, 16, HIDDEN), "clone": x.clone}[
+            kept
+        ]()
+        total = residual.view(made.shape) + reduce(made)
+        return norm(total), total, made * 2
+
+    inputs = tensors(2, 16, HIDDEN)
+    before = [one.clone() for one in inputs]
+    text = code_of(block, *inputs, config=FusionConfig(norm_path=path), dynamic=True)
+    assert all(torch.equal(one, copy) for one, copy in zip(inputs, before, strict=True))
+    assert ("flashinfer_all_reduce.default(" if path == "overlap" else CALL) in text

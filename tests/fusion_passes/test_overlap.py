@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import custom_ops
 import fusion_passes
+from custom_ops.limits import Limits
 from fusion_passes import FusionConfig, compat
+from fusion_passes.environment import Environment
 from tests.fusion_passes.test_norm_forms import body
 from tests.support.capture import capture
 from tests.support.programs import HIDDEN, NORMS, AddNorm, reduce, tensors
@@ -165,3 +168,45 @@ def test_strict_accepts_an_overlap_where_no_norm_is_to_be_had() -> None:
     assert capture(no_norm, *tensors(2, 8, HIDDEN), config=config).rules == ["overlap"]
     with pytest.raises(Exception, match="norm_not_recognised"):
         capture(layer_norm, *tensors(2, 8, HIDDEN), config=config)
+
+
+class OfTwoSizes(Environment):
+    """A machine on which the all-reduce alone is faster up to 4 tokens of 64 elements."""
+
+    def limits(self, device: torch.device, world_size: int) -> Limits:
+        return Limits(1 << 20, 1 << 20, "test", overlap_bytes=4 * HIDDEN * 2)
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("path", ["auto", "fused", "overlap"])
+@pytest.mark.parametrize(("tokens", "faster"), [(4, True), (5, False)])
+def test_auto_takes_what_the_limits_say_is_faster(path: Any, tokens: int, faster: bool) -> None:
+    passes = (fusion_passes.AllReduceRMSFusionPass(FusionConfig(norm_path=path, strict=True), OfTwoSizes()),)
+    (site,) = capture(AddNorm(NORM), *tensors(tokens, HIDDEN), passes=passes).sites
+    alone = path == "overlap" or (path == "auto" and faster)
+    assert site.verdict == ("overlap" if alone else "add_norm")
+    if path == "auto" and faster:
+        assert str(site.left) == "overlap_faster: 512 bytes; up to 512 the all-reduce alone is faster (test)"
+    else:
+        assert site.left is None
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_auto_fuses_what_has_no_size_yet() -> None:
+    passes = (fusion_passes.AllReduceRMSFusionPass(AUTO, OfTwoSizes()),)
+    (site,) = capture(AddNorm(NORM), *tensors(4, HIDDEN), passes=passes, dynamic=True).sites
+    assert site.verdict == "add_norm"
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("path", ["overlap", "fused"])
+def test_no_early_trigger_before_kernels_of_inductor_with_pdl(path: Any) -> None:
+    """They wait for their direct predecessor, and not even for that if they read nothing of it."""
+    config = FusionConfig(norm_path=path)
+    fn = AddNorm(NORM)
+    assert "pdl_advance_launch_tokens=16" in capture(fn, *tensors(4, HIDDEN), config=config).after[0].replace(
+        "': 16", "=16"
+    )
+    with inductor_config.patch("triton.enable_pdl", True):
+        text = capture(fn, *tensors(4, HIDDEN), config=config).after[0].replace("': 0", "=0")
+    assert "pdl_advance_launch_tokens=0" in text

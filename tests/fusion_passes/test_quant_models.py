@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import custom_ops
 from fusion_passes import FusionConfig
-from fusion_passes.bench.decode_step import Shape, Stack
 from fusion_passes.bench.float8_linear import quantise_linears
+from fusion_passes.bench.stack import Shape, Stack
 from tests.support.capture import Captured, capture
 from tests.support.programs import Functional, reduce, tensors
 from tests.support.ranks import Ranks

@@ -13,8 +13,8 @@ import custom_ops
 import fusion_passes
 from custom_ops import domain, pattern_codes, reference_quant
 from fusion_passes import FusionConfig, compat
-from fusion_passes.bench.decode_step import Shape, Stack
 from fusion_passes.bench.float8_linear import quantise_linears
+from fusion_passes.bench.stack import Shape, Stack
 from tests.support import gpu
 from tests.support.gpu import EPS, Case, case
 from tests.support.quantised import CASES, Outputs, quantisation_of

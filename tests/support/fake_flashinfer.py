@@ -80,7 +80,7 @@ def faked(fake: FakeFlashInfer | None = None) -> Iterator[FakeFlashInfer]:
         (flashinfer_adapter, "launch"): fake.launch,
         (machine, "name"): lambda device: "NVIDIA H200",
         (machine, "capability"): lambda device: (9, 0),
-        (machine, "facts"): lambda device: fake.facts,
+        (machine, "facts"): lambda device, world_size: fake.facts,
         (machine, "shortage"): fake.shortage,
         (machine, "capturing"): lambda: fake.capturing,
         (probe, "check_sum"): lambda handle, group, dtype, device: fake.step("probe"),

@@ -70,6 +70,7 @@ def case(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Cas
 def limit(hidden: int, itemsize: int = 2) -> int:
     """The largest number of tokens that runs fused."""
     found = limits.for_device(machine.name(device()), dist.get_world_size())
+    found = found.at(hidden)
     return max(found.one_shot_bytes, found.two_shot_bytes) // (hidden * itemsize)
 
 
