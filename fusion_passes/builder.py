@@ -19,6 +19,7 @@ from fusion_passes.scales import Scale
 
 aten = torch.ops.aten
 EXPONENTS = torch.float8_e8m0fnu
+_EMPTY = (aten.empty_like.default, aten.empty_strided.default)
 _ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
@@ -73,13 +74,19 @@ class Builder:
         for name in _written_by(op):
             kwargs[f"_{name}_base_index"] = places.get(name)
         kwargs["_all_bases"] = list(bases.values())
-        vals = (None, *(base.meta["val"] for base in bases.values()))
+        # A new value of a buffer may be that of the buffer; that of a tensor with a value of its own is another one.
+        vals = (None, *(base.meta["val"] if base.target in _EMPTY else self._another(base) for base in bases.values()))
         node = self.node(auto_functionalized_v2, (op,), kwargs, vals)
         # What the operator would see in eager mode: Inductor lays its inputs out like this.
         eager = {key: self.contiguous(arg) if isinstance(arg, Node) else arg for key, arg in kwargs.items()}
         eager["_all_bases"] = immutable_list(vals[1:])
         node.meta["eager_input_vals"] = ((op,), eager)
         return node
+
+    def _another(self, node: Node) -> Any:
+        """A fake value like that of a node, in memory of its own."""
+        with self.fake_mode:
+            return torch.empty_like(node.meta["val"])
 
     def contiguous(self, node: Node) -> Any:
         """The fake value of a node, laid out contiguously."""

@@ -28,8 +28,9 @@ def _symm_mem(config: FusionConfig, environment: Environment | None) -> dict[str
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of later releases, which need no call
         enable_symm_mem_for_group(world.group_name)
-    # Inductor draws the names of its symmetric buffers with it, and Dynamo puts it back after each compilation.
-    random.random()
+    # Inductor draws the names of its symmetric buffers with it, Dynamo puts it back after each compilation, and a name
+    # that was drawn before must have the same size.
+    random.seed()
     return {"_collective.auto_select": True, "_collective.one_shot_all_reduce_threshold_bytes": 1 << 40}
 
 

@@ -46,7 +46,7 @@ def growth() -> None:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         small.call(*outputs)
-    limit = limits.for_device(torch.cuda.get_device_name(), dist.get_world_size()).one_shot_bytes
+    limit = limits.for_device(torch.cuda.get_device_name(), dist.get_world_size()).at(8192).one_shot_bytes
     if limit > workspace.MIN_CAPACITY:
         large = case(limit // 2 // 8192, 8192)
         large_outputs = large.outputs()
