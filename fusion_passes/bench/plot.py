@@ -8,6 +8,7 @@ from typing import Any
 
 from custom_ops.limits import Limits
 from custom_ops.profile import Measurement
+from fusion_passes.bench.attribution import IDLE
 from fusion_passes.bench.decode_step import Step
 from fusion_passes.bench.op_sweep import Point
 from fusion_passes.bench.paths import STOCK
@@ -24,23 +25,24 @@ def op_sweep(points: Sequence[Point], limits: Limits | None, title: str, path: P
         low = [time / point.timings[name].high for time, point in zip(stock, points, strict=True)]
         high = [time / point.timings[name].low for time, point in zip(stock, points, strict=True)]
         axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-    _draw_limits(axes, limits)
+    _draw_limits(axes, limits and limits.at(points[0].hidden))
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="message, bytes", ylabel="stock time / time")
     _save(figure, axes, path)
 
 
 def profile(points: Sequence[Measurement], limits: Limits, title: str, path: Path) -> None:
-    """The measurements of a tuning profile: a line for each strategy and hidden size, with the limits."""
+    """The measurements of a tuning profile: a line for each strategy and hidden size, with its limit."""
     figure, axes = _new(title)
-    styles = {"one_shot": "-", "two_shot": "--", "overlap": ":"}
+    styles = {"one_shot": ("-", "one-shot"), "two_shot": ("--", "two-shot"), "overlap": (":", "all-reduce alone")}
     for number, hidden in enumerate(sorted({point.hidden for point in points})):
-        for name, style in styles.items():
+        for name, (style, words) in styles.items():
             found = [(point, getattr(point, name)) for point in points if point.hidden == hidden]
             served = [(point.nbytes, point.unfused / time) for point, time in found if time is not None]
-            label = f"{name.replace('_', '-')}, hidden size {hidden}"
-            axes.plot(*zip(*sorted(served), strict=True), style, color=f"C{number}", label=label)
-    _draw_limits(axes, limits)
+            if served:
+                line = zip(*sorted(served), strict=True)
+                axes.plot(*line, style, color=f"C{number}", label=f"{words}, hidden size {hidden}")
+        axes.axvline(limits.at(hidden).two_shot_bytes, color=f"C{number}", linewidth=0.8)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="message, bytes", ylabel="unfused time / time")
     _save(figure, axes, path)
@@ -50,7 +52,7 @@ def steps(found: Sequence[Step], title: str, path: Path) -> None:
     """Where the time of a layer goes, a bar for each step and path, by kind of kernel."""
     figure, axes = _new(title)
     bars = [(f"{step.model}\n{step.batch}, {name}", kinds) for step in found for name, kinds in step.kernels.items()]
-    kinds = list(dict.fromkeys(kind for _, one in bars for kind in one))
+    kinds = sorted({kind for _, one in bars for kind in one}, key=lambda kind: (kind == IDLE, kind))
     below = [0.0] * len(bars)
     for kind in kinds:
         times = [one.get(kind, 0.0) for _, one in bars]

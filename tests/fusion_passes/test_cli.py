@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fusion_passes import NotFused, SiteReport, ranks
-from fusion_passes.bench.decode_step import Step
-from fusion_passes.bench.op_sweep import Point
-from fusion_passes.bench.pass_cost import Cost
-from fusion_passes.bench.timing import Timing
-from fusion_passes.cli import bench, demo, demo_model, demo_view
+from fusion_passes.cli import demo, demo_model, demo_view
 from fusion_passes.cli.app import app
 from fusion_passes.cli.demo import Outcome
 
@@ -37,7 +36,7 @@ def outcome(**changes: object) -> Outcome:
 def test_help_names_the_commands() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "bench", "explain"):
+    for command in ("demo", "bench", "tune", "explain"):
         assert command in result.output
 
 
@@ -104,40 +103,35 @@ def test_bench_measures_the_pass_and_says_what_it_cannot() -> None:
     result = CliRunner().invoke(app, ["bench", "--layers", "2", "--layers", "4", "--json"])
     assert result.exit_code == 0
     found = json.loads(result.stdout)
-    assert "need 2 CUDA devices, found 0" in result.stderr
-    assert "need 2 CUDA devices" in found["not_measured"]
+    assert "op, step: not measured, needs at least 2 CUDA devices, found 0" in result.stderr
+    assert found["not_measured"] == "needs at least 2 CUDA devices, found 0"
     small, large = found["pass_cost"]
     assert (small["layers"], small["sites"], large["sites"]) == (2, 4, 8)
     assert 0 < small["in_pass"] < small["in_inductor"] < small["whole"]
     # A bound so wide that only another order of growth can break it on a busy machine.
     assert large["in_pass"] / large["sites"] < 0.01
-    console = Console(record=True, width=160)
-    console.print(bench._costs([Cost(2, 90, 4, 0.002, 1.0, 2.0)]))
-    assert "0.50" in console.export_text()
 
 
-def test_plot_is_written(tmp_path: Path) -> None:
-    from fusion_passes.bench import plot
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--part", "all"], "--part ['all']: must be among pass, op, step, pdl"),
+        (["bench", "--model", "gpt-9"], "--model ['gpt-9']: must be among llama-8b, qwen3-30b-a3b, gemma3-12b"),
+        (["tune", "--dtype", "int8"], "--dtype ['int8']: must be among bfloat16, float16, float32"),
+    ],
+)
+def test_what_is_unknown_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 2
+    assert message in result.stderr
 
-    def timing(median: float) -> Timing:
-        return Timing(median, median, median)
 
-    points = [
-        Point(1, 64, timing(1), timing(2), timing(1.5), "one_shot", 2),
-        Point(4, 64, timing(4), timing(4), timing(4), "not rewritten", 2),
-    ]
-    plot.op_sweep(points, "title", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    console = Console(record=True, width=120)
-    quantised = [Point(1, 64, timing(1), timing(2.75), timing(2), "one_shot", 2, "fp8_token")]
-    steps = [
-        Step(16, "fp8", timing(3.9), timing(3.5), timing(3), 5, {"add_norm_fp8": 5}, 0.1),
-        Step(16, "bf16", timing(3.6), None, timing(3), 5, {"add_norm": 5}, 0.1),
-    ]
-    bench._show(console, bench.Measured("GPU", "2", "3", 2, points, quantised, steps))
-    text = console.export_text()
-    for shown in ("1.50", "fp8_token", "2.75", "1.30", "1.20"):
-        assert shown in text
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs to tune for")
+def test_tune_says_why_it_cannot(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["tune", str(tmp_path / "profile.json")])
+    assert result.exit_code == 1
+    assert "nothing to tune: needs at least 2 CUDA devices, found 0" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:
@@ -158,3 +152,26 @@ def test_spawn_collects_in_rank_order() -> None:
 def test_spawn_reports_what_a_rank_raised() -> None:
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="rank 1 broke"):
         ranks.spawn(fails_on_rank_1, world_size=2, backend="gloo")
+
+
+UNDER_TORCHRUN = """
+import json
+from fusion_passes import ranks
+from tests.fusion_passes.test_cli import rank_and_sum
+
+found = ranks.run(rank_and_sum, 2)
+if found is not None:
+    print(json.dumps(found))
+"""
+
+
+def test_run_uses_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(UNDER_TORCHRUN)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[[0, 6.0], [1, 6.0]]], "the first rank alone"
+    assert ranks.run(rank_and_sum, 2, world_size=2) == [(0, 6.0), (1, 6.0)], "new processes without it"
