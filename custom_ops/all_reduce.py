@@ -6,7 +6,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from custom_ops import counters, dispatch, domain, flashinfer_adapter, flashinfer_direct, groups, pdl, ready, unfused
+from custom_ops import (
+    backends,
+    counters,
+    dispatch,
+    domain,
+    flashinfer_adapter,
+    flashinfer_direct,
+    groups,
+    pdl,
+    rank_check,
+    ready,
+    unfused,
+)
 from custom_ops.counters import Count, Launch
 from custom_ops.flashinfer_direct import Direct
 from custom_ops.limits import Strategy
@@ -14,7 +26,10 @@ from custom_ops.ready import Ready, Tensors
 
 NAME = "flashinfer_all_reduce"
 
-_FLAGS = "*, bool launch_with_pdl=True, bool fp32_acc=True, int? pdl_advance_launch_tokens=None"
+_FLAGS = (
+    "*, bool launch_with_pdl=True, bool fp32_acc=True, int? pdl_advance_launch_tokens=None, str? backend=None, "
+    "bool check_ranks=False"
+)
 torch.library.define(
     f"custom_ops::{NAME}",
     f"(Tensor x, str? group_name=None, {_FLAGS}) -> Tensor",
@@ -27,6 +42,10 @@ torch.library.define(
 )
 
 
+_Asked = tuple[bool, bool, int | None, str | None]
+"""launch_with_pdl, fp32_acc, pdl_advance_launch_tokens and backend, as they were passed."""
+
+
 def flashinfer_all_reduce(
     x: Tensor,
     group_name: str | None = None,
@@ -34,6 +53,8 @@ def flashinfer_all_reduce(
     launch_with_pdl: bool = True,
     fp32_acc: bool = True,
     pdl_advance_launch_tokens: int | None = None,
+    backend: str | None = None,
+    check_ranks: bool = False,
 ) -> Tensor:
     """Sum of x over a process group, as a new contiguous tensor; the same as, in eager PyTorch::
 
@@ -50,14 +71,16 @@ def flashinfer_all_reduce(
         fp32_acc: sum over ranks in float32 and round once.
         pdl_advance_launch_tokens: largest number of rows that triggers the successor early; None for
             PDL_ADVANCE_LAUNCH_TOKENS, 0 for never.
+        backend: FlashInfer's: "trtllm", the default, for ranks on one host; "mnnvl" for all in one NVLink domain.
+        check_ranks: compare shape, type and flags of all ranks first; slow, for finding a mismatch.
 
     Raises:
-        ValueError: unknown group.
-        RuntimeError: a workspace would have to be made while a CUDA graph is captured.
+        ValueError: unknown group or backend.
+        RuntimeError: a workspace would have to be made while a CUDA graph is captured; or ranks differ.
     """
     group = groups.resolve(group_name)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _reduce(x, out, group, (launch_with_pdl, fp32_acc, pdl_advance_launch_tokens))
+    _reduce(x, out, group, (launch_with_pdl, fp32_acc, pdl_advance_launch_tokens, backend), check_ranks)
     return out
 
 
@@ -68,6 +91,8 @@ def flashinfer_all_reduce_(
     launch_with_pdl: bool = True,
     fp32_acc: bool = True,
     pdl_advance_launch_tokens: int | None = None,
+    backend: str | None = None,
+    check_ranks: bool = False,
 ) -> None:
     """Sum of x over a process group, in place; the same as `torch.distributed.all_reduce(x, group=group)`.
 
@@ -79,10 +104,12 @@ def flashinfer_all_reduce_(
         launch_with_pdl: programmatic dependent launch.
         fp32_acc: sum over ranks in float32 and round once.
         pdl_advance_launch_tokens: as of flashinfer_all_reduce.
+        backend: likewise.
+        check_ranks: likewise.
 
     Raises:
-        ValueError: unknown group, or x is not contiguous; nothing was written.
-        RuntimeError: a workspace would have to be made while a CUDA graph is captured.
+        ValueError: unknown group or backend, or x is not contiguous; nothing was written.
+        RuntimeError: a workspace would have to be made while a CUDA graph is captured; or ranks differ.
     """
     group = groups.resolve(group_name)
     if not x.is_contiguous():
@@ -91,28 +118,31 @@ def flashinfer_all_reduce_(
             "pass x.contiguous(), or use flashinfer_all_reduce"
         )
     out = x if x.data_ptr() % domain.ACCESS_BYTES == 0 else torch.empty_like(x)
-    _reduce(x, out, group, (launch_with_pdl, fp32_acc, pdl_advance_launch_tokens))
+    _reduce(x, out, group, (launch_with_pdl, fp32_acc, pdl_advance_launch_tokens, backend), check_ranks)
     if out is not x:
         x.copy_(out)
 
 
-def _reduce(x: Tensor, out: Tensor, group: ProcessGroup, asked: tuple[bool, bool, int | None]) -> None:
+def _reduce(x: Tensor, out: Tensor, group: ProcessGroup, asked: _Asked, check_ranks: bool) -> None:
     """out = sum of x over the group; out is contiguous, and may be x."""
+    if check_ranks:
+        rank_check.require_equal(group, NAME, Tensors(x), asked)
+    launch_with_pdl, fp32_acc, threshold, backend = asked
+    chosen, deterministic = backends.find(backend), torch.are_deterministic_algorithms_enabled()
     if not x.numel():
         return
     kind = None
     if x.is_cuda:
-        kind = ready.key((NAME, *asked), Tensors(x, allreduce_out=out))
-        found = ready.find(group, kind)
+        kind = ready.key((NAME, *asked, deterministic), Tensors(x, allreduce_out=out))
+        found = ready.find(group, kind, backend)
         if found is not None and found.launch(Tensors(x, allreduce_out=out), 0.0):
             return
     flat = x.contiguous()
     if flat.data_ptr() % domain.ACCESS_BYTES:
         flat = flat.clone()
     copied = flat.data_ptr() != x.data_ptr()
-    launch_with_pdl, fp32_acc, threshold = asked
     threshold = pdl.PDL_ADVANCE_LAUNCH_TOKENS if threshold is None else threshold
-    flags = dispatch.Flags(launch_with_pdl, fp32_acc, threshold)
+    flags = dispatch.Flags(launch_with_pdl, fp32_acc, threshold, backend=chosen, one_shot_only=deterministic)
     direct = _run(flat, out, group, flags, copied)
     if direct is not None and kind is not None and not copied:
         ready.keep(group, kind, Ready(*direct, Tensors(x, allreduce_out=out)))
@@ -137,12 +167,14 @@ def _run(
         pattern_code=0,
         allreduce_in=x.view(message.tokens, hidden),
         allreduce_out=out.view(message.tokens, hidden),
-        one_shot=launch.strategy is Strategy.ONE_SHOT,
+        one_shot=launch.one_shot,
         launch_with_pdl=launch.launch_with_pdl,
         completion_at_end=launch.completion_at_end,
         fp32_acc=flags.fp32_acc and x.dtype != torch.float32,
     )
     flashinfer_adapter.launch(found.handle, call)
+    if flags.backend.chooses_strategy:
+        return None
     direct = flashinfer_direct.direct(found.handle, call, own_residual=True, own_gamma=True)
     return None if direct is None else (direct, counters.count_of(launch))
 

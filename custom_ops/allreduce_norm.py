@@ -10,12 +10,14 @@ from torch.distributed import ProcessGroup
 
 from custom_ops import (
     arguments,
+    backends,
     counters,
     dispatch,
     flashinfer_adapter,
     flashinfer_direct,
     groups,
     pdl,
+    rank_check,
     ready,
     reference,
     unfused,
@@ -24,9 +26,9 @@ from custom_ops.arguments import Arguments
 from custom_ops.counters import Count, Launch
 from custom_ops.flashinfer_adapter import KernelCall
 from custom_ops.flashinfer_direct import Direct
+from custom_ops.group_state import Workspace
 from custom_ops.limits import Strategy
 from custom_ops.ready import Ready, Tensors
-from custom_ops.workspace import Workspace
 
 NAME = "call_trtllm_fused_allreduce_norm"
 
@@ -36,7 +38,7 @@ torch.library.define(
     "bool fp32_acc, int max_token_num, int pattern_code, Tensor(a!)? norm_out=None, Tensor(b!)? quant_out=None, "
     "Tensor(c!)? scale_out=None, Tensor? scale_factor=None, *, Tensor(d!)? residual_out=None, str? group_name=None, "
     "float weight_bias=0.0, Tensor? rms_eps_tensor=None, int? pdl_advance_launch_tokens=None, int? layout_code=None, "
-    "int? block_quant_group_size=None) -> ()",
+    "int? block_quant_group_size=None, str? backend=None, bool check_ranks=False) -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
@@ -63,6 +65,8 @@ def call_trtllm_fused_allreduce_norm(
     pdl_advance_launch_tokens: int | None = None,
     layout_code: int | None = None,
     block_quant_group_size: int | None = None,
+    backend: str | None = None,
+    check_ranks: bool = False,
 ) -> None:
     """All-reduce, residual add, RMSNorm and quantisation in one kernel launch; the same as, in eager PyTorch::
 
@@ -99,21 +103,26 @@ def call_trtllm_fused_allreduce_norm(
             PDL_ADVANCE_LAUNCH_TOKENS, 0 for never.
         layout_code: 0 (swizzled 128x4, the default) or 2 (linear), for MXFP8 and NVFP4.
         block_quant_group_size: elements that share a scale, for per-group FP8.
+        backend: FlashInfer's: "trtllm", the default, for ranks on one host; "mnnvl" for all in one NVLink domain.
+        check_ranks: compare shapes, types and flags of all ranks first; slow, for finding a mismatch.
 
     Raises:
         ValueError: an argument is not as above; nothing was written.
-        RuntimeError: a workspace would have to be made while a CUDA graph is captured.
+        RuntimeError: a workspace would have to be made while a CUDA graph is captured; or ranks differ, then on all
+            of them.
     """
     group = groups.resolve(group_name, world_size)
     tensors = Tensors(allreduce_in, residual, rms_gamma, scale_factor, norm_out, quant_out, scale_out, residual_out)
     asked = (
         pattern_code, rms_eps, launch_with_pdl, fp32_acc, max_token_num, weight_bias, pdl_advance_launch_tokens,
-        layout_code, block_quant_group_size,
+        layout_code, block_quant_group_size, backend, torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
+    if check_ranks:
+        rank_check.require_equal(group, NAME, tensors, asked)
     kind = None
     if rms_eps_tensor is None and allreduce_in.is_cuda:
         kind = ready.key(asked, tensors)
-        found = ready.find(group, kind)
+        found = ready.find(group, kind, backend)
         if found is not None and found.launch(tensors, rms_eps):
             return
     args = arguments.check(
@@ -127,7 +136,7 @@ def call_trtllm_fused_allreduce_norm(
         block_quant_group_size=block_quant_group_size,
     )
     threshold = pdl.PDL_ADVANCE_LAUNCH_TOKENS if pdl_advance_launch_tokens is None else pdl_advance_launch_tokens
-    flags = dispatch.Flags(launch_with_pdl, fp32_acc, threshold, max_token_num)
+    flags = dispatch.Flags(launch_with_pdl, fp32_acc, threshold, max_token_num, backends.find(backend))
     if args.tokens:
         direct = _run(args, group, flags)
         if direct is not None and kind is not None and args.is_as_given:
@@ -146,16 +155,38 @@ def _run(args: Arguments, group: ProcessGroup, flags: dispatch.Flags) -> tuple[D
         return None
     message = dispatch.Message(args.tokens, args.hidden, args.allreduce_in.dtype, device)
     quantisation = None if args.quantised is None else args.quantised.quantisation
-    launch, found = dispatch.plan(NAME, args.pattern.code, message, group, flags, args.copied_input, quantisation)
+    in_steps = args.norms and torch.are_deterministic_algorithms_enabled()
+    if in_steps:
+        # The kernel splits a row over blocks by the number of rows, so its norm depends on that in last bits.
+        flags, quantisation = replace(flags, one_shot_only=True), None
+    code = 0 if in_steps else args.pattern.code
+    launch, found = dispatch.plan(NAME, code, message, group, flags, args.copied_input, quantisation)
     counters.record(launch)
     if found is None:
-        unfused.add_norm(args, group)
+        unfused.add_norm(args, lambda out, x: unfused.all_reduce_into(out, x, group))
+        return None
+    if in_steps:
+        unfused.add_norm(args, lambda out, x: _sum(out, x, launch, found, flags.fp32_acc))
         return None
     call = _launch(args, launch, found, flags.fp32_acc)
-    if not args.norms:
+    if not args.norms or flags.backend.chooses_strategy:
         return None
     direct = flashinfer_direct.direct(found.handle, call, args.residual is not None, args.gamma is not None)
     return None if direct is None else (direct, counters.count_of(launch))
+
+
+def _sum(out: Tensor, x: Tensor, launch: Launch, found: Workspace, fp32_acc: bool) -> None:
+    """out = sum of x over the ranks, by the kernel."""
+    call = KernelCall(
+        0,
+        x,
+        one_shot=True,
+        launch_with_pdl=launch.launch_with_pdl,
+        completion_at_end=True,
+        fp32_acc=fp32_acc and x.dtype != torch.float32,
+        allreduce_out=out,
+    )
+    flashinfer_adapter.launch(found.handle, call)
 
 
 def _launch(args: Arguments, launch: Launch, found: Workspace, fp32_acc: bool) -> KernelCall:
@@ -163,7 +194,7 @@ def _launch(args: Arguments, launch: Launch, found: Workspace, fp32_acc: bool) -
     call = KernelCall(
         args.pattern.code,
         args.allreduce_in,
-        one_shot=launch.strategy is Strategy.ONE_SHOT,
+        one_shot=launch.one_shot,
         launch_with_pdl=launch.launch_with_pdl,
         completion_at_end=launch.completion_at_end,
         fp32_acc=fp32_acc and dtype != torch.float32,

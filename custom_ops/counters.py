@@ -15,7 +15,7 @@ class Launch:
         op: name of the op.
         device: "cuda" or "cpu".
         pattern_code: FlashInfer's pattern.
-        strategy: one-shot, two-shot or unfused.
+        strategy: one-shot, two-shot, unfused, or as the backend chooses.
         launch_with_pdl: effective flag; False when unfused.
         completion_at_end: effective trigger; True (late) when unfused.
         reason: why the call ran unfused; "" when fused.
@@ -30,6 +30,11 @@ class Launch:
     completion_at_end: bool = True
     reason: str = ""
     copied_input: bool = False
+
+    @property
+    def one_shot(self) -> bool | None:
+        """The strategy as FlashInfer takes it: None where its backend chooses."""
+        return None if self.strategy is Strategy.BACKEND else self.strategy is Strategy.ONE_SHOT
 
 
 @dataclass

@@ -17,22 +17,29 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from custom_ops import backends
 from custom_ops.quant_arguments import Quantised
 
 logger = logging.getLogger("custom_ops")
 
 REQUIRED = "0.7.2"
+COMPANIONS = ("flashinfer-cubin", "flashinfer-jit-cache")
+"""Packages with compiled kernels, which must be of the same release."""
+
 PARAMETERS = {"launch_with_pdl", "trigger_completion_at_end", "use_oneshot", "fp32_acc", "weight_bias"}
 """Parameters of FlashInfer's allreduce_fusion that have come and gone between releases."""
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One launch: contiguous [tokens, hidden] tensors and the resolved flags. Unused outputs are None."""
+    """One launch: contiguous [tokens, hidden] tensors and the resolved flags. Unused outputs are None.
+
+    one_shot is None where the backend chooses.
+    """
 
     pattern_code: int
     allreduce_in: Tensor
-    one_shot: bool
+    one_shot: bool | None
     launch_with_pdl: bool
     completion_at_end: bool
     fp32_acc: bool
@@ -51,8 +58,13 @@ def version() -> str | None:
     """Version of the installed flashinfer-python, without importing it; None if there is none."""
     if importlib.util.find_spec("flashinfer") is None:
         return None
+    return _installed("flashinfer-python")
+
+
+@cache
+def _installed(package: str) -> str | None:
     try:
-        return importlib.metadata.version("flashinfer-python")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
@@ -64,7 +76,18 @@ def refusal() -> str | None:
         return f"flashinfer-python is not installed; install flashinfer-python >= {REQUIRED}"
     if torch.torch_version.TorchVersion(found) < REQUIRED:
         return f"flashinfer-python {found} is too old; install flashinfer-python >= {REQUIRED}"
+    for package in COMPANIONS:
+        other = _installed(package)
+        if other is not None and other.partition("+")[0] != found.partition("+")[0]:
+            return f"{package} {other} is not of the release of flashinfer-python {found}; install {package}=={found}"
     return None
+
+
+def is_built() -> bool:
+    """Whether the all-reduce kernels are compiled; what is not is compiled at first use, in minutes."""
+    from flashinfer.jit.comm import gen_trtllm_comm_module
+
+    return bool(gen_trtllm_comm_module().is_compiled)
 
 
 def build(announce: bool) -> None:
@@ -77,10 +100,9 @@ def build(announce: bool) -> None:
         RuntimeError: this FlashInfer lacks a parameter that a launch needs, or the compilation failed.
     """
     from flashinfer.comm import trtllm_ar
-    from flashinfer.jit.comm import gen_trtllm_comm_module
 
     _check_signature()
-    if announce and not gen_trtllm_comm_module().is_compiled:
+    if announce and not is_built():
         logger.warning(
             "FlashInfer %s compiles its all-reduce kernels now, once for this machine: expect some minutes. "
             "custom_ops.prepare() does it ahead of time.",
@@ -97,22 +119,28 @@ def _check_signature() -> None:
         raise RuntimeError(f"flashinfer-python {version()}: allreduce_fusion has no parameter {missing}")
 
 
-def create(group: ProcessGroup, dtype: torch.dtype, capacity_bytes: int) -> Any:
-    """A FlashInfer workspace for messages of up to capacity_bytes; collective over exactly this group.
+def create(group: ProcessGroup, dtype: torch.dtype, capacity_bytes: int, backend: str) -> Any:
+    """A FlashInfer workspace of a backend for messages of up to capacity_bytes; collective over exactly this group.
 
     FlashInfer sizes it by a product, so one hidden size serves all.
     """
     from flashinfer.comm import create_allreduce_fusion_workspace
 
-    hidden = 1024
+    hidden, extra = 1024, {}
+    if backend != backends.DEFAULT:
+        # Otherwise it talks over the default group.
+        from flashinfer.comm.comm_backend import TorchDistBackend
+
+        extra = {"comm_backend": TorchDistBackend(group), "force_oneshot_support": True}
     return create_allreduce_fusion_workspace(
-        backend="trtllm",
+        backend=backend,
         world_size=group.size(),
         rank=group.rank(),
         max_token_num=capacity_bytes // (hidden * dtype.itemsize),
         hidden_dim=hidden,
         dtype=dtype,
         group=group,
+        **extra,
     )
 
 
@@ -121,11 +149,12 @@ def suffices(workspace: Any, tokens: int, hidden: int, dtype: torch.dtype) -> bo
     return bool(workspace.is_buffer_size_sufficient(workspace.world_size, tokens, hidden, dtype))
 
 
-def release(workspace: Any) -> None:
-    """Free a workspace, its entry in FlashInfer's own table of references included."""
-    from flashinfer.comm.trtllm_ar import trtllm_destroy_ipc_workspace_for_all_reduce_fusion
+def release(workspace: Any, backend: str) -> None:
+    """Free a workspace of a backend, its entry in FlashInfer's own table of references included."""
+    if backend == backends.DEFAULT:
+        from flashinfer.comm.trtllm_ar import trtllm_destroy_ipc_workspace_for_all_reduce_fusion
 
-    trtllm_destroy_ipc_workspace_for_all_reduce_fusion(workspace.ipc_handles)
+        trtllm_destroy_ipc_workspace_for_all_reduce_fusion(workspace.ipc_handles)
     workspace.destroy()
 
 

@@ -25,6 +25,8 @@ class Strategy(str, Enum):
     ONE_SHOT = "one_shot"
     TWO_SHOT = "two_shot"
     UNFUSED = "unfused"
+    BACKEND = "backend"
+    """One-shot or two-shot, as FlashInfer's backend chooses."""
 
 
 class Row(NamedTuple):

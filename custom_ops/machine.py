@@ -39,10 +39,16 @@ def refusal(device: torch.device) -> str | None:
     return device_refusal(device) or flashinfer_adapter.refusal()
 
 
-def facts(device: torch.device, world_size: int) -> dict[str, object]:
-    """What must be equal on all ranks of a group of some size before one of them launches a kernel."""
+def facts(device: torch.device, world_size: int, one_host: bool) -> dict[str, object]:
+    """What must be equal on all ranks of a group of some size before one of them launches a kernel.
+
+    Args:
+        device: of this rank.
+        world_size: of the group.
+        one_host: whether the host is one of those facts.
+    """
     return {
-        "host": _host(),
+        **({"host": _host()} if one_host else {}),
         "device": name(device),
         "compute capability": list(capability(device) or ()),
         "flashinfer-python": flashinfer_adapter.version(),

@@ -88,9 +88,9 @@ def key(flags: tuple[Hashable, ...], tensors: Tensors) -> Hashable:
     return tuple(parts)
 
 
-def find(group: ProcessGroup, kind: Hashable) -> Ready | None:
+def find(group: ProcessGroup, kind: Hashable, backend: str | None = None) -> Ready | None:
     """The launcher of a kind of calls on a group; None where none has run, or the workspaces have gone since."""
-    state = workspace.known_state(group)
+    state = workspace.known_state(group, backend)
     return None if state is None else state.ready.get(kind)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,13 +27,18 @@ def all_reduce_into(out: Tensor, x: Tensor, group: ProcessGroup) -> None:
     dist.all_reduce(out, group=group)
 
 
-def add_norm(args: Arguments, group: ProcessGroup) -> None:
+def add_norm(args: Arguments, reduce: Callable[[Tensor, Tensor], None]) -> None:
     """All-reduce, residual add and norm of checked CUDA arguments, with the kernel's roundings.
 
-    The sum over ranks is the process group's: between more than two ranks it may round at other places.
+    Every row is normed by itself, in an order that depends on the hidden size only.
+
+    Args:
+        args: checked.
+        reduce: writes to its first argument the sum over ranks of its second. That of a process group may round at
+            other places between more than two ranks.
     """
     reduced = _buffer(args)
-    all_reduce_into(reduced, args.allreduce_in, group)
+    reduce(reduced, args.allreduce_in)
     if not args.norms or reduced.dtype == torch.float64:
         finish(args, reduced)
         return

@@ -8,18 +8,15 @@ stays, because captured graphs hold its pointers. What failed once is remembered
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from custom_ops import consensus, domain, flashinfer_adapter, groups, limits, machine, probe
+from custom_ops import backends, consensus, domain, flashinfer_adapter, groups, limits, machine, probe
+from custom_ops.group_state import GroupState, Workspace
 from custom_ops.limits import Limits
 
 logger = logging.getLogger("custom_ops")
@@ -28,80 +25,30 @@ MIN_CAPACITY = 8 * limits.MIB
 """Smallest workspace, in bytes of the message: enough for any decode step."""
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """FlashInfer's workspace for messages of up to capacity bytes, and as many bytes of zeros."""
-
-    capacity: int
-    handle: Any
-    zeros: Tensor
-
-    def zero_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros of this shape: the residual, or the gamma less one, of a call that has none. Never written."""
-        return self.zeros[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
-@dataclass
-class GroupState:
-    """What the ranks of one group have agreed on.
-
-    Attributes:
-        agreed: whether they have voted.
-        limits: sizes that run fused, equal on all ranks.
-        problem: why nothing runs fused in this group; None if something may.
-        workspaces: by size in bytes of the element (2 or 4), growing capacity.
-        failures: why no larger workspace exists, by size of the element.
-        generation: how often the workspaces were destroyed; keeps the topics of votes apart.
-        ready: what custom_ops.ready keeps of calls that ran: it holds workspaces, so it goes with them.
-    """
-
-    agreed: bool = False
-    limits: Limits = limits.NONE
-    problem: str | None = None
-    workspaces: dict[int, list[Workspace]] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-    generation: int = 0
-    ready: dict[Hashable, Any] = field(default_factory=dict)
-
-    def limit_to(self, found: Limits) -> None:
-        """Let sizes run fused as these limits say; calls that ran before are planned anew."""
-        self.limits = found
-        self.ready.clear()
-
-    def reset(self) -> None:
-        """Free all workspaces and forget the vote."""
-        for made in self.workspaces.values():
-            for workspace in made:
-                flashinfer_adapter.release(workspace.handle)
-        self.agreed, self.generation = False, self.generation + 1
-        self.ready.clear()
-        self.workspaces.clear()
-        self.failures.clear()
-
-
-_STATES: weakref.WeakKeyDictionary[ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
-"""The registry. A state is freed with destroy(), with its process group, or when the interpreter exits."""
+_STATES: weakref.WeakKeyDictionary[ProcessGroup, dict[str, GroupState]] = weakref.WeakKeyDictionary()
+"""The registry, by group and backend. A state is freed with destroy(), with its process group, or at exit."""
 
 _LOCK = threading.RLock()
 
 
-def known_state(group: ProcessGroup) -> GroupState | None:
-    """The state of a group that has voted; None otherwise."""
-    return _STATES.get(group)
+def known_state(group: ProcessGroup, backend: str | None = None) -> GroupState | None:
+    """The state of a group that has voted on a backend (None: the default); None otherwise."""
+    return _STATES.get(group, {}).get(backend or backends.DEFAULT)
 
 
-def state_of(group: ProcessGroup, device: torch.device) -> GroupState:
+def state_of(group: ProcessGroup, device: torch.device, backend: str = backends.DEFAULT) -> GroupState:
     """The agreed state of a group on this rank's device; the first call is a vote of all its ranks."""
-    state = _STATES.get(group)
+    state = known_state(group, backend)
     if state is not None and state.agreed:
         return state
     with _LOCK:
         _refuse_in_capture("the first call on this process group")
         if state is None:
-            state = _STATES[group] = GroupState()
+            state = _STATES.setdefault(group, {})[backend] = GroupState(backend)
             weakref.finalize(group, state.reset)
-        topic = f"{state.generation}/facts"
-        state.problem = consensus.agree(group, topic, machine.facts(device, group.size()), machine.refusal(device))
+        facts = machine.facts(device, group.size(), backends.find(backend).one_host)
+        topic = f"{backend}/{state.generation}/facts"
+        state.problem = consensus.agree(group, topic, facts, machine.refusal(device))
         state.limit_to(limits.NONE if state.problem else limits.for_device(machine.name(device), group.size()))
         state.agreed = True
         _explain(group, state.problem)
@@ -111,18 +58,20 @@ def state_of(group: ProcessGroup, device: torch.device) -> GroupState:
 def limit_to(world_size: int, found: Limits) -> None:
     """Let sizes run fused as these limits say in every group of a size that has voted; SPMD, as the ops are."""
     with _LOCK:
-        for group, state in list(_STATES.items()):
+        for group, state in _all():
             if state.agreed and not state.problem and group.size() == world_size:
                 state.limit_to(found)
 
 
-def acquire(group: ProcessGroup, dtype: torch.dtype, device: torch.device, nbytes: int) -> Workspace | str:
+def acquire(
+    group: ProcessGroup, dtype: torch.dtype, device: torch.device, nbytes: int, backend: str = backends.DEFAULT
+) -> Workspace | str:
     """A workspace for a message of nbytes bytes, made by all ranks now if there is none; or why there is none.
 
     Raises:
         RuntimeError: one would have to be made while a CUDA graph is captured.
     """
-    state = state_of(group, device)
+    state = state_of(group, device, backend)
     existing = state.workspaces.get(dtype.itemsize)
     if existing and existing[-1].capacity >= nbytes:
         return existing[-1]
@@ -130,7 +79,7 @@ def acquire(group: ProcessGroup, dtype: torch.dtype, device: torch.device, nbyte
         return failure
     with _LOCK:
         _refuse_in_capture(f"a message of {nbytes} bytes of {dtype}")
-        made = _make(group, state.generation, dtype, device, _capacity_for(nbytes, group.size()))
+        made = _make(group, state, dtype, device, _capacity_for(nbytes, group.size()))
         if isinstance(made, str):
             state.failures[dtype.itemsize] = made
             _explain(group, made)
@@ -146,6 +95,7 @@ def prepare(
     max_token_num: int,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
+    backend: str | None = None,
 ) -> str | None:
     """Build FlashInfer's kernels and make the workspace ahead of the first call; collective over the group.
 
@@ -171,13 +121,14 @@ def prepare(
         return None
     if refusal := domain.shape_refusal(hidden_size, dtype, group.size()):
         return refusal
-    state = state_of(group, device)
+    chosen = backends.find(backend).name
+    state = state_of(group, device, chosen)
     if state.problem:
         return state.problem
     wanted = max_token_num * hidden_size * dtype.itemsize
     found = state.limits.at(hidden_size)
     served = min(wanted, max(found.one_shot_bytes, found.two_shot_bytes))
-    made = acquire(group, dtype, device, served)
+    made = acquire(group, dtype, device, served, chosen)
     return made if isinstance(made, str) else None
 
 
@@ -188,16 +139,20 @@ def destroy(group_name: str | None = None) -> None:
     next call makes a new workspace.
     """
     with _LOCK:
-        for group, state in list(_STATES.items()):
+        for group, state in _all():
             if group_name in (None, group.group_name) and state.agreed:
                 state.reset()
 
 
 def workspaces() -> Iterator[tuple[str, int, int]]:
     """(group name, element size, capacity in bytes) of every live workspace."""
-    for group, state in _STATES.items():
+    for group, state in _all():
         for itemsize, made in state.workspaces.items():
             yield from ((group.group_name, itemsize, workspace.capacity) for workspace in made)
+
+
+def _all() -> list[tuple[ProcessGroup, GroupState]]:
+    return [(group, state) for group, states in list(_STATES.items()) for state in states.values()]
 
 
 def _capacity_for(nbytes: int, world_size: int) -> int:
@@ -206,10 +161,10 @@ def _capacity_for(nbytes: int, world_size: int) -> int:
 
 
 def _make(
-    group: ProcessGroup, generation: int, dtype: torch.dtype, device: torch.device, capacity: int
+    group: ProcessGroup, state: GroupState, dtype: torch.dtype, device: torch.device, capacity: int
 ) -> Workspace | str:
     """Vote, build, create and try out, each step agreed before the next begins."""
-    topic = f"{generation}/{dtype.itemsize}/{capacity}"
+    topic = f"{state.backend}/{state.generation}/{dtype.itemsize}/{capacity}"
     # FlashInfer allocates four times world size x capacity; the rest is for the zeros and for rounding.
     needed = 5 * group.size() * capacity
     if problem := consensus.agree(group, f"{topic}/room", {"bytes": capacity}, machine.shortage(device, needed)):
@@ -217,7 +172,7 @@ def _make(
     made: list[Workspace] = []
 
     def create() -> None:
-        handle = flashinfer_adapter.create(group, dtype, capacity)
+        handle = flashinfer_adapter.create(group, dtype, capacity, state.backend)
         made.append(Workspace(capacity, handle, torch.zeros(capacity, dtype=torch.uint8, device=device)))
 
     steps = {
@@ -229,7 +184,7 @@ def _make(
         problem = machine.attempt(step, device)
         if problem := consensus.agree(group, f"{topic}/{name}", {}, problem, consensus.BUILD_TIMEOUT):
             for workspace in made:
-                flashinfer_adapter.release(workspace.handle)
+                flashinfer_adapter.release(workspace.handle, state.backend)
             return problem
     return made[0]
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from custom_ops import PDL_ADVANCE_LAUNCH_TOKENS
+from custom_ops import PDL_ADVANCE_LAUNCH_TOKENS, backends
 
 NORM_PATHS = ("fused", "overlap", "auto")
 ENVIRONMENT_FLAG = "FUSION_PASSES_FUSE_ALLREDUCE_RMS"
@@ -36,6 +36,10 @@ class FusionConfig:
         exact_rounding: leave alone the norms that the kernel rounds elsewhere than eager mode does (those that are
             rounded before the weight is applied, as in Hugging Face's Llama) and the quantisations that round
             elsewhere, and reassociate nothing.
+        backend: FlashInfer's: "trtllm" for groups on one host, "mnnvl" for groups in one NVLink domain, which needs
+            multicast and was not run on hardware here.
+        check_ranks: before each call, compare shapes, types and flags of all ranks, and raise on all of them where they
+            differ, where the kernel would hang. Slow: a debug switch.
         strict: fail the compilation with the report where a fusion was to be expected and did not come about.
     """
 
@@ -49,12 +53,15 @@ class FusionConfig:
     fuse_quantisation: bool = True
     reassociate: bool = True
     exact_rounding: bool = False
+    backend: Literal["trtllm", "mnnvl"] = "trtllm"
+    check_ranks: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that no call can honour."""
         if self.norm_path not in NORM_PATHS:
             raise ValueError(f"norm_path={self.norm_path!r}: must be one of {', '.join(map(repr, NORM_PATHS))}")
+        backends.find(self.backend)
         if self.pdl_advance_launch_tokens < 0:
             raise ValueError(
                 f"pdl_advance_launch_tokens={self.pdl_advance_launch_tokens}: must be 0 (never early) or more"

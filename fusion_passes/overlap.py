@@ -47,6 +47,8 @@ def rewrite(graph: Graph, overlap: Overlap, config: FusionConfig) -> Node:
         "launch_with_pdl": config.launch_with_pdl,
         "fp32_acc": config.fp32_acc,
         "pdl_advance_launch_tokens": config.pdl_advance_launch_tokens,
+        "backend": config.backend,
+        "check_ranks": config.check_ranks,
     }
     with graph.inserting_before(node):
         # Of a size that is not known yet the op may turn out to be above the limit; it is then reduced where it lies.

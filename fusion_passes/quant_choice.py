@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from custom_ops import domain
+from custom_ops import backends, domain, pattern_codes
 from fusion_passes import quants, reasons, scales
 from fusion_passes.eligibility import Question
 from fusion_passes.patterns import value
@@ -75,6 +75,9 @@ def _domain(q: Question, quant: Quant) -> str | None:
     hidden = q.x.shape[-1]
     if not isinstance(hidden, int):
         return f"hidden size {hidden} is not known at compile time"
+    pattern = pattern_codes.find(quant.quantisation.format.name, norm_out=False)
+    if pattern.code not in backends.find(q.config.backend).patterns:
+        return f"FlashInfer's backend {q.config.backend!r} has no pattern for {quant.quantisation.format.title}"
     # On CPUs the reference serves all shapes; world size 2 is one that the kernel serves too.
     size = 2 if q.x.device.type == "cpu" else q.world_size
     return domain.shape_refusal(hidden, q.x.dtype, size, quant.quantisation)

@@ -72,6 +72,8 @@ def _arguments(site: Site, rule: Rule, world_size: int, config: FusionConfig) ->
         "weight_bias": site.norm.weight_bias,
         "rms_eps_tensor": eps if isinstance(eps, Node) else None,
         "pdl_advance_launch_tokens": config.pdl_advance_launch_tokens,
+        "backend": config.backend,
+        "check_ranks": config.check_ranks,
     }
 
 

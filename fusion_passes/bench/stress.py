@@ -15,6 +15,7 @@ from torch import Tensor
 
 import custom_ops
 from custom_ops import domain, machine, workspace
+from custom_ops.group_state import GroupState
 from custom_ops.limits import Limits
 from fusion_passes.bench import paths, pdl
 from fusion_passes.bench.pdl import EPS, Trigger
@@ -151,7 +152,7 @@ def run(
 class _Burst:
     """New data for all slots, one call for each in a row, and a comparison of each."""
 
-    def __init__(self, call: Call, tokens: int, hidden: int, trigger: Trigger, state: workspace.GroupState) -> None:
+    def __init__(self, call: Call, tokens: int, hidden: int, trigger: Trigger, state: GroupState) -> None:
         self.call, self.trigger, self.state = call, trigger, state
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.counter, self.wrong = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from custom_ops import domain, flashinfer_adapter, limits, machine, workspace
+from custom_ops.group_state import GroupState
 from custom_ops.limits import Limits, Row
 from custom_ops.profile import Measurement, Profile
 from fusion_passes import compat
@@ -74,7 +75,7 @@ def measure(
     )
 
 
-def _points(chain: Chain, tokens: Sequence[int], state: workspace.GroupState) -> Iterator[tuple[Measurement, bool]]:
+def _points(chain: Chain, tokens: Sequence[int], state: GroupState) -> Iterator[tuple[Measurement, bool]]:
     """Each size, and whether both strategies gave the same bits there on all ranks."""
     size = dist.get_world_size()
     most = domain.max_capacity(size)

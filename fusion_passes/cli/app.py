@@ -89,6 +89,14 @@ def tune(
 
 
 @app.command()
+def doctor(json: Json = False) -> None:
+    """Say what this machine can fuse and what not, and why; exit status 1 where nothing fuses."""
+    from fusion_passes.cli import doctor as command
+
+    raise typer.Exit(command.run(json))
+
+
+@app.command()
 def explain(
     factory: Annotated[
         str,

@@ -74,7 +74,7 @@ def test_workspace_is_made_for_exactly_the_group_and_never_with_multicast(monkey
     )
     group: Any = SimpleNamespace(size=lambda: 4, rank=lambda: 3)
     for dtype in (torch.bfloat16, torch.float32):
-        adapter.create(group, dtype, 8 << 20)
+        adapter.create(group, dtype, 8 << 20, "trtllm")
         made = seen[-1]
         assert made["backend"] == "trtllm"
         assert (made["group"], made["world_size"], made["rank"], made["dtype"]) == (group, 4, 3, dtype)

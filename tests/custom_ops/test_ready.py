@@ -162,7 +162,7 @@ def test_kinds_go_with_the_workspaces_of_their_group(ranks: Ranks) -> None:
 
 def test_many_kinds_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     state = workspace.GroupState(agreed=True)
-    monkeypatch.setattr(workspace, "known_state", lambda group: state)
+    monkeypatch.setattr(workspace, "known_state", lambda group, backend=None: state)
     monkeypatch.setattr(ready, "_MOST_KINDS", 3)
     launcher, _ = made(tensors())
     for number in range(10):

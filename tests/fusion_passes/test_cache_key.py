@@ -78,7 +78,7 @@ def test_identifier_is_stable_and_has_no_rank_or_pointer() -> None:
         {"fuse_allreduce_rms": False}, {"launch_with_pdl": False}, {"fp32_acc": False}, {"max_token_num": 1},
         {"pdl_advance_launch_tokens": 15}, {"exact_rounding": True},
         {"reassociate": False}, {"strict": True}, {"fuse_quantisation": False}, {"norm_path": "auto"},
-        {"tuning_profile": SHIPPED},
+        {"tuning_profile": SHIPPED}, {"backend": "mnnvl"}, {"check_ranks": True},
     ],
     ids=str,
 )  # fmt: skip

@@ -63,7 +63,7 @@ return [convert_element_type_1, add]""",
             """\
 empty_like_default: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
 empty_like_default_1: bf16[2, 8, 64] = empty_like(arg1_1, memory_format=torch.contiguous_format)
-auto_functionalized_v2: (None, bf16[2, 8, 64], bf16[2, 8, 64]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, residual=arg1_1, rms_gamma=arg2_1, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=1, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16)
+auto_functionalized_v2: (None, bf16[2, 8, 64], bf16[2, 8, 64]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, residual=arg1_1, rms_gamma=arg2_1, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=1, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16, backend='trtllm', check_ranks=False)
 getitem: bf16[2, 8, 64] = getitem(auto_functionalized_v2, 1)
 getitem_1: bf16[2, 8, 64] = getitem(auto_functionalized_v2, 2)
 return [getitem, getitem_1]""",
@@ -462,7 +462,7 @@ return [mul_1, wait_tensor]""",
             """\
 empty_like_default: bf16[2, 8, 64] = empty_like(arg0_1, memory_format=torch.contiguous_format)
 empty_like_default_1: bf16[2, 8, 64] = empty_like(arg0_1, memory_format=torch.contiguous_format)
-auto_functionalized_v2: (None, bf16[2, 8, 64], bf16[2, 8, 64]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, rms_gamma=arg1_1, rms_eps=1e-05, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=1, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16)
+auto_functionalized_v2: (None, bf16[2, 8, 64], bf16[2, 8, 64]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg0_1, rms_gamma=arg1_1, rms_eps=1e-05, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=1, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16, backend='trtllm', check_ranks=False)
 getitem: bf16[2, 8, 64] = getitem(auto_functionalized_v2, 1)
 getitem_1: bf16[2, 8, 64] = getitem(auto_functionalized_v2, 2)
 return [getitem, getitem_1]""",
@@ -493,7 +493,7 @@ return [mul_28, add_8]""",
             """\
 empty_like_default: bf16[s77, s27, 64] = empty_like(arg3_1, memory_format=torch.contiguous_format)
 empty_like_default_1: bf16[s77, s27, 64] = empty_like(arg3_1, memory_format=torch.contiguous_format)
-auto_functionalized_v2: (None, bf16[s77, s27, 64], bf16[s77, s27, 64]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg2_1, residual=arg3_1, rms_gamma=arg5_1, rms_eps=0.0, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=1, group_name='0', weight_bias=0.0, rms_eps_tensor=arg4_1, pdl_advance_launch_tokens=16)
+auto_functionalized_v2: (None, bf16[s77, s27, 64], bf16[s77, s27, 64]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg2_1, residual=arg3_1, rms_gamma=arg5_1, rms_eps=0.0, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=1, group_name='0', weight_bias=0.0, rms_eps_tensor=arg4_1, pdl_advance_launch_tokens=16, backend='trtllm', check_ranks=False)
 getitem: bf16[s77, s27, 64] = getitem(auto_functionalized_v2, 1)
 getitem_1: bf16[s77, s27, 64] = getitem(auto_functionalized_v2, 2)
 return [getitem, getitem_1]""",

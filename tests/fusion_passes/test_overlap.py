@@ -76,7 +76,7 @@ return [convert_element_type_1, add]""",
         self.assertExpectedInline(
             body(captured.after[0]),
             """\
-flashinfer_all_reduce_default: bf16[2, 8, 64] = custom_ops.flashinfer_all_reduce(arg0_1, '0', launch_with_pdl=True, fp32_acc=True, pdl_advance_launch_tokens=16)
+flashinfer_all_reduce_default: bf16[2, 8, 64] = custom_ops.flashinfer_all_reduce(arg0_1, '0', launch_with_pdl=True, fp32_acc=True, pdl_advance_launch_tokens=16, backend='trtllm', check_ranks=False)
 add: bf16[2, 8, 64] = add.Tensor(arg1_1, flashinfer_all_reduce_default)
 convert_element_type: f32[2, 8, 64] = convert_element_type(add, f32)
 var_mean: (f32[2, 8, 1], f32[2, 8, 1]) = var_mean.correction(convert_element_type, [2], correction=0, keepdim=True)

@@ -50,10 +50,14 @@ class FakeFlashInfer:
         if name in self.fails:
             raise RuntimeError(self.fails[name])
 
-    def create(self, group: ProcessGroup, dtype: torch.dtype, capacity: int) -> str:
+    def create(self, group: ProcessGroup, dtype: torch.dtype, capacity: int, backend: str) -> str:
         """A workspace, which is its own name."""
         self.step("create", capacity)
-        return f"{group.group_name}/{dtype.itemsize}/{capacity}"
+        return f"{backend}/{group.group_name}/{dtype.itemsize}/{capacity}"
+
+    def facts_of(self, device: torch.device, world_size: int, one_host: bool) -> dict[str, object]:
+        """What this rank says about itself; its host only where that counts."""
+        return {name: value for name, value in self.facts.items() if one_host or name != "host"}
 
     def launch(self, workspace: Any, call: KernelCall) -> None:
         """Note a launch; write the input to the outputs."""
@@ -75,12 +79,12 @@ def faked(fake: FakeFlashInfer | None = None) -> Iterator[FakeFlashInfer]:
         (flashinfer_adapter, "version"): lambda: fake.version,
         (flashinfer_adapter, "build"): lambda announce: fake.step("build", announce),
         (flashinfer_adapter, "create"): fake.create,
-        (flashinfer_adapter, "release"): lambda workspace: fake.step("release", workspace),
+        (flashinfer_adapter, "release"): lambda workspace, backend: fake.step("release", workspace),
         (flashinfer_adapter, "suffices"): lambda workspace, tokens, hidden, dtype: True,
         (flashinfer_adapter, "launch"): fake.launch,
         (machine, "name"): lambda device: "NVIDIA H200",
         (machine, "capability"): lambda device: (9, 0),
-        (machine, "facts"): lambda device, world_size: fake.facts,
+        (machine, "facts"): fake.facts_of,
         (machine, "shortage"): fake.shortage,
         (machine, "capturing"): lambda: fake.capturing,
         (probe, "check_sum"): lambda handle, group, dtype, device: fake.step("probe"),
