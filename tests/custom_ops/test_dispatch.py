@@ -52,6 +52,18 @@ def test_two_shot_triggers_late(ranks: Ranks) -> None:
     ranks.run(two_shot)
 
 
+def one_shot_only() -> None:
+    with faked():
+        on = dist.new_group()
+        workspace.state_of(on, CPU).limits = Limits(MIB, 4 * MIB, "test")
+        assert plan(on, 128, one_shot_only=True).strategy is Strategy.ONE_SHOT
+        assert plan(on, 129, one_shot_only=True).strategy is Strategy.UNFUSED
+
+
+def test_one_shot_alone_where_algorithms_are_deterministic(ranks: Ranks) -> None:
+    ranks.run(one_shot_only)
+
+
 def unfused() -> None:
     with faked() as fake:
         on = dist.new_group()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,8 +43,6 @@ HIT, MISS = [1, 0], [0, 1]
 
 
 def run(cache: Path, environment: dict[str, str] | None = None, **config: Any) -> dict[str, Any]:
-    import os
-
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(config)],
@@ -131,3 +131,55 @@ def test_sources_of_both_packages_are_covered() -> None:
         "fusion_passes/rewrite.py",
         "profiles/nvidia_h200_2.json",
     } <= names
+
+
+TWO_RANKS = """
+import json, os, sys
+rank = int(os.environ["RANK"])
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(sys.argv[1], str(rank))
+import torch, torch.distributed as dist
+from torch._dynamo.utils import counters
+import custom_ops, fusion_passes
+from tests.support.programs import HIDDEN, NORMS, AddNorm, tensors
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+with torch.no_grad():
+    compiled = torch.compile(AddNorm(NORMS["meta"]()), fullgraph=True, options=fusion_passes.options())
+    x, residual = tensors(2, 8, HIDDEN)
+    norm, total = compiled(x * (rank + 1), residual)
+names = ("fxgraph_cache_hit", "fxgraph_cache_miss")
+mine = {
+    "counts": [counters["inductor"][name] for name in names],
+    "right": torch.equal(total, x * 3 + residual) or bool((total - (x * 3 + residual)).abs().max() < 0.1),
+    "calls": sum(custom_ops.launches().values()),
+}
+everyone = [None, None]
+dist.all_gather_object(everyone, mine)
+if rank == 0:
+    print(json.dumps(everyone))
+dist.destroy_process_group()
+"""
+
+
+def both(cache: Path, program: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, cache],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert all(rank["right"] and rank["calls"] == 1 for rank in found)
+    return found
+
+
+def test_one_rank_warm_and_the_other_cold(tmp_path: Path) -> None:
+    """Whose cache is cold compiles, whose cache is warm does not; both call the op, and the sum is right."""
+    program = tmp_path / "program.py"
+    program.write_text(TWO_RANKS)
+    assert [rank["counts"] for rank in both(tmp_path, program)] == [MISS, MISS]
+    assert [rank["counts"] for rank in both(tmp_path, program)] == [HIT, HIT]
+    shutil.rmtree(tmp_path / "1")
+    assert [rank["counts"] for rank in both(tmp_path, program)] == [HIT, MISS]
+    shutil.rmtree(tmp_path / "0")
+    assert [rank["counts"] for rank in both(tmp_path, program)] == [MISS, HIT]

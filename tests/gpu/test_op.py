@@ -16,6 +16,7 @@ from fusion_passes import compat
 from tests.support import gpu
 from tests.support.gpu import EPS, Case, case
 from tests.support.ranks import Ranks
+from tests.support.ulp import distance
 
 HIDDEN = (1024, 2880, 4096, 7168, 8192)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -259,3 +260,69 @@ def test_plain_all_reduce(gpus: Ranks) -> None:
         assert summary["one_shot, early trigger"] > 0
         assert summary["one_shot, late trigger"] > 0
         assert any("int64" in reason for reason in summary)
+
+
+def deterministic(hidden: int) -> Summary:
+    """Rows alone, in pairs and in one batch give the same bits; so does each of three runs."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        one = case(48, hidden)
+        norm, total = one.outputs()
+        one.call(norm, total)
+        one.check(norm, total)
+        for size in (1, 2, 17, 48):
+            for start in range(0, 48 - size + 1, size):
+                rows = slice(start, start + size)
+                part = Case(one.x[rows], one.residual[rows], one.gamma)
+                for _ in range(3):
+                    outputs = part.outputs()
+                    part.call(*outputs)
+                    assert torch.equal(outputs[0], norm[rows]), f"norm of {size} rows"
+                    assert torch.equal(outputs[1], total[rows]), f"sum of {size} rows"
+        return gpu.ran()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("hidden", [2048, 4096, 7168])
+def test_deterministic_rows_do_not_depend_on_the_batch(gpus: Ranks, hidden: int) -> None:
+    gpus.run(deterministic, hidden)
+
+
+def special(one_shot: bool) -> None:
+    """Zeros and subnormal numbers of both signs, infinities, NaN and outliers, each in a row of its own."""
+    state = workspace.state_of(dist.group.WORLD, gpu.device())  # type: ignore[arg-type]
+    before = state.limits
+    most = 32 << 20
+    state.limit_to(limits.Limits(most if one_shot else 0, most, "test"))
+    tiny = torch.finfo(torch.bfloat16).smallest_normal / 4
+    values = (0.0, -0.0, tiny, -tiny, float("inf"), float("-inf"), float("nan"), 1e5, -1e5, 3e38)
+    plain = case(2 * len(values), 4096)
+    outputs = plain.outputs()
+    plain.call(*outputs)
+    odd = Case(plain.x.clone(), plain.residual.clone(), plain.gamma)
+    for row, value in enumerate(values):
+        odd.x[2 * row, row] = value
+        odd.residual[2 * row, row + 100] = value
+    norm, total = odd.outputs()
+    odd.call(norm, total)
+    for row in range(1, 2 * len(values), 2):
+        assert torch.equal(norm[row], outputs[0][row]), "the rows between are as they were"
+        assert torch.equal(total[row], outputs[1][row])
+    reduced = odd.x.clone()
+    dist.all_reduce(reduced)
+    expected = reduced + odd.residual
+    assert torch.equal(total.isnan(), expected.isnan())
+    assert torch.equal(total.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+    wide = expected.double()
+    exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + gpu.EPS) * odd.gamma.double()
+    finite = wide.isfinite().all(-1) & (wide.abs().amax(-1) < 1e19)
+    found = distance(norm[finite], exact[finite], exact[finite], norm.dtype)
+    assert found <= 0.51, found
+    assert norm[~finite].isnan().any(-1).sum() >= 3, "infinities and NaN show"
+    state.limit_to(before)
+
+
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_special_values_disturb_no_other_row(gpus: Ranks, one_shot: bool) -> None:
+    gpus.run(special, one_shot)
