@@ -81,6 +81,15 @@ def test_one_rank_fails_and_all_go_unfused(ranks: Ranks, step: str, on_rank: int
         assert steps.count("release") == steps.count("create"), "what was made is freed again"
 
 
+@pytest.mark.parametrize("step", ["build", "create", "probe"])
+def test_one_of_four_ranks_fails_and_all_go_unfused(four_ranks: Ranks, step: str) -> None:
+    found = four_ranks.run(fails, step, 2)
+    assert {outcome for outcome, *_ in found} == {f"rank 2 of the group: RuntimeError: {step} broke"}
+    for rank, (_, steps, _) in enumerate(found):
+        if step == "probe" or rank != 2:
+            assert steps.count("release") == steps.count("create"), "what was made is freed again"
+
+
 def no_room(on_rank: int) -> str:
     with faked(FakeFlashInfer(free=0 if dist.get_rank() == on_rank else 1 << 40)) as fake:
         outcome = acquire(group(), 1000)
@@ -219,7 +228,10 @@ def prepares() -> None:
         patch.setattr(workspace.machine, "name", lambda device: "NVIDIA H200")
         acquired: list[tuple[object, ...]] = []
         assert custom_ops.prepare(on.group_name, hidden_size=4096, max_token_num=64, device=cuda) == "no"
-        assert acquired[-1][1:] == (BF16, cuda, 64 * 4096 * 2)
+        assert acquired[-1][1:] == (BF16, cuda, 64 * 4096 * 2, "trtllm")
+        other = {"hidden_size": 4096, "max_token_num": 64, "device": cuda, "backend": "mnnvl"}
+        assert custom_ops.prepare(on.group_name, **other) == "no"  # type: ignore[arg-type]
+        assert acquired[-1][4] == "mnnvl"
         custom_ops.prepare(on.group_name, hidden_size=4096, max_token_num=1 << 30, device=cuda)
         assert acquired[-1][3] == 32 * MIB, "no more than what runs fused"
         refusal = custom_ops.prepare(on.group_name, hidden_size=4095, max_token_num=64, device=cuda)
