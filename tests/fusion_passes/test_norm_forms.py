@@ -8,6 +8,7 @@ import expecttest
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from tests.support.capture import Captured, capture
 from tests.support.programs import HIDDEN, NORMS, AddNorm, JustNorm, tensors
@@ -357,6 +358,9 @@ rms_eps=1e-05
 weight_bias=0.0""",
         )
 
+    @pytest.mark.skipif(
+        TorchVersion(torch.__version__) >= "2.14", reason="torch makes one rsqrt of it itself from 2.14 on"
+    )
     def test_reciprocal_root(self) -> None:
         captured = self.fuse("reciprocal_root")
         self.assertExpectedInline(
