@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from custom_ops import domain, flashinfer_adapter, limits
+from custom_ops import declared, domain, flashinfer_adapter, limits
 
 
 def default_device() -> torch.device:
@@ -53,6 +53,7 @@ def facts(device: torch.device, world_size: int, one_host: bool) -> dict[str, ob
         "compute capability": list(capability(device) or ()),
         "flashinfer-python": flashinfer_adapter.version(),
         "limits": list(astuple(limits.for_device(name(device), world_size))),
+        **declared.facts(),
     }
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
+from custom_ops import declared
 from fusion_passes import compat
 from fusion_passes.allreduce_rms_fusion import AllReduceRMSFusionPass
 from fusion_passes.config import FusionConfig
@@ -22,12 +24,12 @@ def options(config: FusionConfig | None = None) -> dict[str, Any]:
 
     Passes that are installed now run before it. Merge the result into other options if you have some.
     """
-    return {HOOK: compat.as_hook((*_others(), AllReduceRMSFusionPass(config)))}
+    return {HOOK: compat.as_hook((*_others(), _pass(config)))}
 
 
 def enable(config: FusionConfig | None = None) -> None:
     """Add the pass to every compilation from now on, after the passes that are installed; replaces an earlier one."""
-    _install((*_others(), AllReduceRMSFusionPass(config)))
+    _install((*_others(), _pass(config)))
 
 
 def disable() -> None:
@@ -66,8 +68,16 @@ def fused_allreduce(
     config = chosen.pop("fusion_config", None)
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **chosen}
     before = compat.installed(patches.get(HOOK, getattr(inductor_config, HOOK)))
-    patches[HOOK] = compat.as_hook((*_without_ours(before), AllReduceRMSFusionPass(config)))
+    patches[HOOK] = compat.as_hook((*_without_ours(before), _pass(config)))
     return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=patches))
+
+
+def _pass(config: FusionConfig | None) -> AllReduceRMSFusionPass:
+    """The pass. A group whose ranks have asked for different ones runs unfused."""
+    made = AllReduceRMSFusionPass(config)
+    # Of the profile rank 0's serves all, and what a rank does about a missed fusion is its own affair.
+    declared.declare("configuration", repr(replace(made.config, tuning_profile=None, strict=False)))
+    return made
 
 
 def _others() -> tuple[compat.Pass, ...]:

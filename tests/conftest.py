@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import custom_ops
 import fusion_passes
+from custom_ops import declared
 from tests.support.ranks import Ranks
 
 settings.register_profile("default", max_examples=2000, deadline=None, derandomize=True, database=None)
@@ -27,6 +28,7 @@ def clean() -> Iterator[None]:
     torch._dynamo.reset()
     fusion_passes.reset_report()
     custom_ops.reset_launches()
+    declared.forget()
     yield
     fusion_passes.disable()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import custom_ops
-from custom_ops import limits, machine, tuning, workspace
+import fusion_passes
+from custom_ops import declared, limits, machine, tuning, workspace
 from custom_ops.limits import Limits
 from custom_ops.profile import Profile
 from tests.support import profiles
@@ -133,6 +135,25 @@ def test_ranks_with_other_limits_run_unfused(ranks: Ranks) -> None:
     first, second = ranks.run(votes, "alone")
     assert first == second
     assert "limits differs: [1, 1, 'mine alone', 0, []] on rank 0" in str(first)
+
+
+def configured(*configs: dict[str, Any]) -> str | None:
+    """The problem of a new group whose ranks have asked for these configurations."""
+    group = dist.new_group([0, 1])
+    with on_two_h200("configured"), patch.object(machine, "facts", FACTS), patch.dict(declared._DECLARED, clear=True):
+        fusion_passes.options(fusion_passes.FusionConfig(**configs[dist.get_rank()]))
+        return workspace.state_of(group, CPU).problem
+
+
+def test_ranks_with_other_configurations_run_unfused(ranks: Ranks) -> None:
+    assert ranks.run(configured, {}, {}) == [None, None]
+    assert ranks.run(configured, {"strict": True}, {}) == [None, None]
+    for change in ({"norm_path": "overlap"}, {"fuse_allreduce_rms": False}, {"check_ranks": True}):
+        first, second = ranks.run(configured, {}, change)
+        assert first == second
+        assert "configuration differs: " in str(first)
+        ((name, value),) = change.items()
+        assert f"{name}={value!r}" in str(first)
 
 
 def test_without_cuda_a_profile_is_read_and_decides_nothing(tmp_path: Path) -> None:
