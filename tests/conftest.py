@@ -64,6 +64,12 @@ def four_ranks(gloo_pool: dict[int, Ranks]) -> Ranks:
     return start(gloo_pool, 4)
 
 
+@pytest.fixture
+def eight_ranks(gloo_pool: dict[int, Ranks]) -> Ranks:
+    """A real process group of eight gloo ranks."""
+    return start(gloo_pool, 8)
+
+
 def start(pools: dict[int, Ranks], world_size: int, backend: str = "gloo") -> Ranks:
     """The pool of a size; a new one where a failed test has ended it."""
     pool = pools.get(world_size)
