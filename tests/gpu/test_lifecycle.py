@@ -120,12 +120,12 @@ import sys, torch, torch.distributed as dist
 import custom_ops
 rank = int(sys.argv[1])
 torch.cuda.set_device(rank)
-dist.init_process_group("nccl", init_method=sys.argv[2], rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+dist.init_process_group("nccl", init_method=sys.argv[2], rank=rank, world_size=int(sys.argv[4]), device_id=torch.device("cuda", rank))
 x = torch.ones(4, 1024, device="cuda", dtype=torch.bfloat16)
 outputs = torch.empty_like(x), torch.empty_like(x)
 torch.ops.custom_ops.call_trtllm_fused_allreduce_norm(
-    x, x, x[0], 1e-6, 2, True, True, 0, 1, outputs[0], residual_out=outputs[1])
-assert (outputs[1] == 3).all()
+    x, x, x[0], 1e-6, dist.get_world_size(), True, True, 0, 1, outputs[0], residual_out=outputs[1])
+assert (outputs[1] == dist.get_world_size() + 1).all()
 for step in sys.argv[3].split(","):
     {"destroy": custom_ops.destroy, "group": dist.destroy_process_group, "": lambda: None}[step]()
 """
@@ -138,10 +138,10 @@ def test_clean_exit(gpus: Ranks, ending: str, tmp_path: Path) -> None:
     address = f"file://{tmp_path / 'store'}"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-X", "dev", "-c", SCRIPT, str(rank), address, ending],
+            [sys.executable, "-X", "dev", "-c", SCRIPT, str(rank), address, ending, str(gpus.world_size)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for rank in range(2)
+        for rank in range(gpus.world_size)
     ]  # fmt: skip
     for rank in ranks:
         output, _ = rank.communicate(timeout=120)

@@ -120,4 +120,4 @@ def test_tuning_measures_and_leaves_the_limits_as_they_were(gpus: Ranks) -> None
     profile = profile_module.parse(text)
     assert [(point.tokens, point.hidden) for point in profile.points] == [(1, 2048), (16, 2048)]
     assert profile.refusal(torch.cuda.get_device_name(), str(torch.__version__), profile.flashinfer) is None
-    assert limits.choose(profile.limits, 16, 2048, 2, 2).value in ("one_shot", "two_shot", "unfused")
+    assert limits.choose(profile.limits, 16, 2048, 2, gpus.world_size).value in ("one_shot", "two_shot", "unfused")
