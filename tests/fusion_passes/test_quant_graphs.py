@@ -8,6 +8,7 @@ import expecttest
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 import custom_ops
 from tests.support import quant_programs as programs
@@ -36,6 +37,7 @@ class TestGolden(expecttest.TestCase):
         assert captured.rules == [rule]
         return captured
 
+    @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch 2.11 drops the cast of such a norm")
     def test_static(self) -> None:
         captured = self.fuse(programs.divide, S, rule="add_norm_fp8")
         self.assertExpectedInline(
@@ -60,6 +62,7 @@ getitem_1: bf16[2, 8, 64] = getitem(auto_functionalized_v2, 2)
 return [getitem, getitem_1]""",
         )
 
+    @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="torch 2.11 drops the cast of such a norm")
     def test_static_with_other_bounds_stays(self) -> None:
         captured = self.fuse(lambda n, s: (n.float() / s).clamp(-240, 240).to(torch.float8_e4m3fn), S)
         self.assertExpectedInline(
