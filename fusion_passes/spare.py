@@ -39,7 +39,10 @@ def _is_fresh(target: object) -> bool:
     """Whether an operator's result is memory of its own; a clone may yet be left out."""
     if target in PRODUCTS:
         return True
-    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and target is not aten.clone.default
+    if not isinstance(target, OpOverload) or target is aten.clone.default:
+        return False
+    owns = all(result.alias_info is None for result in target._schema.returns)
+    return owns and torch.Tag.pointwise in target.tags
 
 
 def is_sized(tensor: torch.Tensor) -> bool:

@@ -160,3 +160,13 @@ def test_without_cuda_a_profile_is_read_and_decides_nothing(tmp_path: Path) -> N
     with patch.dict(limits.ADOPTED, clear=True):
         assert custom_ops.use_profile(write(tmp_path)).crossovers == (profiles.ROW,)
         assert not limits.ADOPTED or torch.cuda.is_available()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_made_up_group_reads_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `explain` makes one, with the profile of the environment."""
+    monkeypatch.setenv("FUSION_PASSES_TUNING_PROFILE", write(tmp_path))
+    with patch.dict(limits.ADOPTED, clear=True):
+        made = fusion_passes.AllReduceRMSFusionPass()
+    assert made.profile is not None
+    assert made.profile.crossovers == (profiles.ROW,)

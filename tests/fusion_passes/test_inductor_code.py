@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fusion_passes
 from fusion_passes import FusionConfig, compat
+from fusion_passes.spare import is_spare
 from tests.fusion_passes.test_steps import bias, bias_alone, multiplier, second_sum
 from tests.support.models import parallel_llama, token_ids
 from tests.support.programs import HIDDEN, NORMS, reduce, tensors
@@ -128,3 +129,26 @@ def test_what_is_needed_otherwise_is_not_written_over(path: Any, kept: str) -> N
     text = code_of(block, *inputs, config=FusionConfig(norm_path=path), dynamic=True)
     assert all(torch.equal(one, copy) for one, copy in zip(inputs, before, strict=True))
     assert ("flashinfer_all_reduce.default(" if path == "overlap" else CALL) in text
+    with torch.no_grad(), compat.without_caches():
+        options = fusion_passes.options(FusionConfig(norm_path=path))
+        *_, doubled = torch.compile(block, fullgraph=True, dynamic=True, options=options)(*inputs)
+        *_, expected = block(*inputs)
+    torch.testing.assert_close(doubled, expected, rtol=0.02, atol=0.02)
+
+
+def test_only_memory_of_its_own_is_spare() -> None:
+    graph = torch.fx.Graph()
+    x, user = graph.placeholder("x"), None
+    made = {
+        "fresh": graph.call_function(torch.ops.aten.mul.Tensor, (x, 2)),
+        "in place": graph.call_function(torch.ops.aten.mul_.Tensor, (x, 2)),
+        "clone": graph.call_function(torch.ops.aten.clone.default, (x,)),
+        "view": graph.call_function(torch.ops.aten.view.default, (x, [16])),
+        "input": x,
+    }
+    for node in made.values():
+        node.meta["val"] = torch.empty(16)
+        user = graph.call_function(torch.ops.aten.sin.default, (node,))
+    assert user is not None
+    found = {name for name, node in made.items() if is_spare(node, list(node.users)[-1])}
+    assert found == {"fresh"}
