@@ -5,11 +5,16 @@ Each session is an environment of its own with the tests that need no GPU; all o
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import nox
 
-nox.options.default_venv_backend = "venv"
+ROOT = Path(__file__).parent.parent
 
-TORCH = ("2.11.0", "2.13.0", "2.14.1")
+nox.options.default_venv_backend = "venv"
+nox.options.envdir = str(ROOT / ".nox")
+
+TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 """The oldest supported release, the one that is developed with, and later ones."""
 
 FLASHINFER = ("0.7.2.post1", "0.7.4")
@@ -22,6 +27,7 @@ FLASHINFER = ("0.7.2.post1", "0.7.4")
 def tests(session: nox.Session, torch: str, flashinfer: str) -> None:
     """Run all tests, or those that are named after `--`."""
     pinned = (f"torch=={torch}", f"flashinfer-python=={flashinfer}")
+    session.chdir(ROOT)
     session.install(*pinned)
     session.install("--editable", ".[dev]", *pinned)
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *session.posargs)
