@@ -2,11 +2,13 @@
 
 No device takes part, so nobody spins in a kernel while another rank compiles, and every wait is bounded. The outcome is
 one key that the first rank to finish writes and every rank reads: a rank that comes late, or never, cannot make the
-others disagree. All ranks of a group vote in the same order, each once per topic.
+others disagree. All ranks of a group vote in the same order, each once per topic. The last to read it leaves nothing
+behind: a process group that is made again on the same store must not find what an earlier one agreed on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from datetime import timedelta
@@ -41,6 +43,8 @@ def agree(
     verdict = _tally(store, keys, timeout)
     decided = store.compare_set(f"{prefix}/verdict", "", verdict or AGREED)
     text = decided.decode() if isinstance(decided, bytes) else str(decided)
+    if store.add(f"{prefix}/read", 1) == group.size():
+        _tidy(store, [*keys, f"{prefix}/read", f"{prefix}/verdict"])
     return None if text == AGREED else text
 
 
@@ -59,3 +63,10 @@ def _tally(store: Store, keys: list[str], timeout: timedelta) -> str | None:
             if ballot["facts"].get(name) != value:
                 return f"{name} differs: {value!r} on rank 0, {ballot['facts'].get(name)!r} on rank {rank} of the group"
     return None
+
+
+def _tidy(store: Store, keys: list[str]) -> None:
+    # Not every store can delete; then the next group on it must bring its own.
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        for key in keys:
+            store.delete_key(key)

@@ -5,7 +5,6 @@ A rank that brings another number of tokens, or calls something else, would leav
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Hashable
 from datetime import timedelta
@@ -32,10 +31,6 @@ def require_equal(group: ProcessGroup, op: str, tensors: Tensors, flags: tuple[H
     problem = consensus.agree(group, f"check/{number}", _facts(group, op, tensors, flags), None, TIMEOUT)
     if problem is not None:
         raise RuntimeError(f"check_ranks: call {number} on process group {group.group_name!r}: {problem}")
-    # Everybody has read what was before: all have voted since.
-    store, old = group.get_group_store(), f"custom_ops/check/{number - 1}"
-    with contextlib.suppress(RuntimeError, NotImplementedError):
-        store.delete_key(f"{old}/{group.rank()}")
 
 
 def _facts(group: ProcessGroup, op: str, tensors: Tensors, flags: tuple[Hashable, ...]) -> dict[str, object]:
