@@ -15,15 +15,19 @@ import pytest
 from custom_ops import flashinfer_adapter, limits
 from fusion_passes import AllReduceRMSFusionPass, FusionConfig, allreduce_rms_fusion, compat
 from tests.support import profiles
+from tests.support.cached_program import both
 
 PROGRAM = """
-import json, sys
+import json, os, sys
 import torch, torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import fusion_passes
+from custom_ops import flashinfer_adapter
 from tests.support.programs import HIDDEN, NORMS, AddNorm, tensors
 
+if release := os.environ.get("PRETENDED_FLASHINFER"):
+    flashinfer_adapter.version = lambda: release
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 options = fusion_passes.options(fusion_passes.FusionConfig(**json.loads(sys.argv[1])))
 with torch.no_grad():
@@ -61,6 +65,11 @@ def test_new_processes_share_the_cache(tmp_path: Path) -> None:
     assert again["autograd_hit"] == 1
     assert run(tmp_path, pdl_advance_launch_tokens=8)["counts"] == MISS
     assert run(tmp_path, {"FUSION_PASSES_FUSE_ALLREDUCE_RMS": "0"})["counts"] == MISS
+    assert run(tmp_path, {"PRETENDED_FLASHINFER": "9.9.9"})["counts"] == MISS
+    profile = tmp_path / "profile.json"
+    for date, outcome in (("2026-12-01", MISS), ("2026-12-01", HIT), ("2026-12-02", MISS)):
+        profile.write_text(profiles.profile(date=date).to_json())
+        assert run(tmp_path, tuning_profile=str(profile))["counts"] == outcome
     assert run(tmp_path)["counts"] == HIT
 
 
@@ -133,53 +142,11 @@ def test_sources_of_both_packages_are_covered() -> None:
     } <= names
 
 
-TWO_RANKS = """
-import json, os, sys
-rank = int(os.environ["RANK"])
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(sys.argv[1], str(rank))
-import torch, torch.distributed as dist
-from torch._dynamo.utils import counters
-import custom_ops, fusion_passes
-from tests.support.programs import HIDDEN, NORMS, AddNorm, tensors
-
-dist.init_process_group("gloo")
-torch.set_num_threads(1)
-with torch.no_grad():
-    compiled = torch.compile(AddNorm(NORMS["meta"]()), fullgraph=True, options=fusion_passes.options())
-    x, residual = tensors(2, 8, HIDDEN)
-    norm, total = compiled(x * (rank + 1), residual)
-names = ("fxgraph_cache_hit", "fxgraph_cache_miss")
-mine = {
-    "counts": [counters["inductor"][name] for name in names],
-    "right": torch.equal(total, x * 3 + residual) or bool((total - (x * 3 + residual)).abs().max() < 0.1),
-    "calls": sum(custom_ops.launches().values()),
-}
-everyone = [None, None]
-dist.all_gather_object(everyone, mine)
-if rank == 0:
-    print(json.dumps(everyone))
-dist.destroy_process_group()
-"""
-
-
-def both(cache: Path, program: Path) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, cache],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert all(rank["right"] and rank["calls"] == 1 for rank in found)
-    return found
-
-
 def test_one_rank_warm_and_the_other_cold(tmp_path: Path) -> None:
     """Whose cache is cold compiles, whose cache is warm does not; both call the op, and the sum is right."""
-    program = tmp_path / "program.py"
-    program.write_text(TWO_RANKS)
-    assert [rank["counts"] for rank in both(tmp_path, program)] == [MISS, MISS]
-    assert [rank["counts"] for rank in both(tmp_path, program)] == [HIT, HIT]
+    assert [rank["counts"] for rank in both(tmp_path)] == [MISS, MISS]
+    assert [rank["counts"] for rank in both(tmp_path)] == [HIT, HIT]
     shutil.rmtree(tmp_path / "1")
-    assert [rank["counts"] for rank in both(tmp_path, program)] == [HIT, MISS]
+    assert [rank["counts"] for rank in both(tmp_path)] == [HIT, MISS]
     shutil.rmtree(tmp_path / "0")
-    assert [rank["counts"] for rank in both(tmp_path, program)] == [MISS, HIT]
+    assert [rank["counts"] for rank in both(tmp_path)] == [MISS, HIT]

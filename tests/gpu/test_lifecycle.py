@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import custom_ops
 from custom_ops import limits, workspace
 from tests.support import gpu
+from tests.support.cached_program import both
 from tests.support.gpu import case
 from tests.support.ranks import Ranks
 
@@ -131,20 +133,53 @@ for step in sys.argv[3].split(","):
 """
 
 
+def ended(program: str, address: str, ending: str, world_size: int) -> list[subprocess.CompletedProcess[str]]:
+    """The ranks of a program when they have ended, with what they wrote."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-X", "dev", "-c", program, str(rank), address, ending, str(world_size)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    return [
+        subprocess.CompletedProcess(rank.args, rank.returncode, output)
+        for rank, output in zip(ranks, outputs, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("ending", ["destroy,group", "group,destroy", "group", "destroy,destroy,group"])
 def test_clean_exit(gpus: Ranks, ending: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a device for each rank")
-    address = f"file://{tmp_path / 'store'}"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-X", "dev", "-c", SCRIPT, str(rank), address, ending, str(gpus.world_size)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(gpus.world_size)
-    ]  # fmt: skip
-    for rank in ranks:
-        output, _ = rank.communicate(timeout=120)
-        assert rank.returncode == 0, output
+    for rank in ended(SCRIPT, f"file://{tmp_path / 'store'}", ending, gpus.world_size):
+        assert rank.returncode == 0, rank.stdout
         for word in ("Traceback", "Segmentation", "was not explicitly destroyed", "terminate called"):
-            assert word not in output, output
+            assert word not in rank.stdout, rank.stdout
+
+
+def test_a_warm_cache_makes_its_workspace(gpus: Ranks, tmp_path: Path) -> None:
+    """What the pass does not run for, the op does; also where one rank compiles and the other does not."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a device for each rank")
+    gpus.run(custom_ops.destroy)
+    for cold in ([0, 1], [], [1]):
+        for rank in cold:
+            shutil.rmtree(tmp_path / str(rank), ignore_errors=True)
+        for rank, found in enumerate(both(tmp_path)):
+            assert found["counts"] == ([0, 1] if rank in cold else [1, 0])
+            assert found["ran"] == {"one_shot": 1}
+            assert found["workspaces"] == 1
+
+
+def test_an_exception_ends_the_ranks_and_nothing_crashes_on_the_way_out(gpus: Ranks, tmp_path: Path) -> None:
+    """Workspaces, process group and all are left to the interpreter."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a device for each rank")
+    program = SCRIPT.replace("for step in", "raise KeyError('a bug of the user')\nfor step in")
+    for rank in ended(program, f"file://{tmp_path / 'store'}", "", gpus.world_size):
+        assert rank.returncode == 1, rank.stdout
+        assert "a bug of the user" in rank.stdout
+        for word in ("Segmentation", "terminate called", "Exception ignored"):
+            assert word not in rank.stdout, rank.stdout
