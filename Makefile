@@ -35,7 +35,7 @@ test-gpu: $(INSTALLED) ## run the tests that need GPUs; on a single one two rank
 	$(BIN)/python -m pytest tests/gpu
 
 soak: $(INSTALLED) ## ten minutes of random calls on the GPUs, each compared
-	SOAK_SECONDS=600 $(BIN)/python -m pytest tests/gpu/test_soak.py --timeout 1200
+	SOAK_SECONDS=600 $(BIN)/python -m pytest tests/gpu/test_soak.py --timeout 1200 -rP
 
 matrix: $(INSTALLED) ## run the tests that need no GPU on every supported release of torch and FlashInfer, for hours
 	$(BIN)/python -m nox --noxfile tests/noxfile.py

@@ -106,6 +106,7 @@ def in_use() -> int:
 
 def test_soak(gpus: Ranks) -> None:
     for found in gpus.run(soak, SECONDS, 0, timeout=SECONDS + 300):
+        print(found)
         assert found.wrong == 0
         assert {"one_shot", "two_shot"} <= set(found.strategies)
         assert found.calls >= 1600
