@@ -67,7 +67,7 @@ def plan(
 
     if refusal := domain.shape_refusal(message.hidden, message.dtype, group.size(), quantisation):
         return unfused(refusal)
-    if quantisation and (refusal := domain.device_refusal(machine.capability(message.device), quantisation)):
+    if quantisation and (refusal := machine.quantisation_refusal(message.device, quantisation)):
         return unfused(refusal)
     if 0 < flags.max_token_num < message.tokens:
         return unfused("more tokens than max_token_num")

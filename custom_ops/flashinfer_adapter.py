@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from custom_ops import backends
+from custom_ops.formats import Format
 from custom_ops.quant_arguments import Quantised
 
 logger = logging.getLogger("custom_ops")
@@ -80,6 +81,14 @@ def refusal() -> str | None:
         other = _installed(package)
         if other is not None and other.partition("+")[0] != found.partition("+")[0]:
             return f"{package} {other} is not of the release of flashinfer-python {found}; install {package}=={found}"
+    return None
+
+
+def format_refusal(format: Format) -> str | None:
+    """Why the all-reduce kernel of this FlashInfer does not quantise to a format; None if it does."""
+    found = version()
+    if found is not None and torch.torch_version.TorchVersion(found) < format.release:
+        return f"flashinfer-python {found} has no {format.title} in its kernel; install >= {format.release}"
     return None
 
 

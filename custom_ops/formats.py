@@ -61,6 +61,7 @@ class Format:
         scales: (tokens, hidden, block, layout) -> the tensor of scales that is written; None where there is none.
         byte_types: further types that the tensor of scales may have: it is bytes.
         min_capability: first compute capability whose kernel has it.
+        release: first release of FlashInfer whose kernel has it.
         activations: types of the activations; None for all.
     """
 
@@ -74,6 +75,7 @@ class Format:
     scales: Callable[[int, int, int, Layout], ScaleBuffer] | None = None
     byte_types: tuple[torch.dtype, ...] = ()
     min_capability: tuple[int, int] = (9, 0)
+    release: str = "0.7.2"
     activations: tuple[torch.dtype, ...] | None = None
 
 
@@ -114,7 +116,7 @@ FORMATS: dict[str, Format] = {
         Format("fp8_group", "per-group FP8", _FLOAT8, scales=packed_group_scales),
         Format(
             "mxfp8", "MXFP8", _FLOAT8, block=32, layouts=_BLOCK_LAYOUTS, scales=block_scales(torch.float8_e8m0fnu),
-            byte_types=(torch.uint8,),
+            byte_types=(torch.uint8,), release="0.7.4",
         ),
         Format(
             "nvfp4", "NVFP4", torch.uint8, values=2, block=16, layouts=_BLOCK_LAYOUTS, takes_scale=True,

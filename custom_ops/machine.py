@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from custom_ops import declared, domain, flashinfer_adapter, limits
+from custom_ops.formats import Quantisation
 
 
 def default_device() -> torch.device:
@@ -32,6 +33,12 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 def device_refusal(device: torch.device) -> str | None:
     """Why the kernel cannot run on this device; None if it can."""
     return domain.device_refusal(capability(device))
+
+
+def quantisation_refusal(device: torch.device, quantisation: Quantisation) -> str | None:
+    """Why the kernel of this FlashInfer cannot quantise so on this device; None if it can."""
+    found = domain.device_refusal(capability(device), quantisation)
+    return found or flashinfer_adapter.format_refusal(quantisation.format)
 
 
 def refusal(device: torch.device) -> str | None:

@@ -169,8 +169,7 @@ def _norms() -> Iterator[Answer]:
 def _formats() -> Iterator[Answer]:
     devices = _devices()
     for name, found in FORMATS.items():
-        capability = machine.capability(devices[0]) if devices else None
-        refusal = domain.device_refusal(capability, Quantisation(found))
+        refusal = machine.quantisation_refusal(devices[0], Quantisation(found)) if devices else "no CUDA device"
         yield ("note", f"{name} does not fuse: {refusal}") if refusal else ("ok", f"{name} fuses")
 
 

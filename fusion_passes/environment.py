@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from custom_ops import domain, flashinfer_adapter, groups, limits, machine
+from custom_ops import flashinfer_adapter, groups, limits, machine
 from custom_ops.formats import Quantisation
 
 
@@ -34,7 +34,7 @@ class Environment:
 
     def quantisation_refusal(self, device: torch.device, quantisation: Quantisation) -> str | None:
         """Why a device cannot quantise so; None if it can."""
-        return None if device.type == "cpu" else domain.device_refusal(machine.capability(device), quantisation)
+        return None if device.type == "cpu" else machine.quantisation_refusal(device, quantisation)
 
     def limits(self, device: torch.device, world_size: int) -> limits.Limits | None:
         """Sizes that run fused; None where there is no limit."""

@@ -69,6 +69,9 @@ def _group(local_rank: int, local_size: int, backend: str, **where: Any) -> Iter
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     dist.init_process_group(backend, **where)
+    if backend == "gloo":
+        # A rank that is done must not leave while another one still connects to it.
+        dist.barrier()
     try:
         yield
     finally:

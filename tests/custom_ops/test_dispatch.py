@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from custom_ops import dispatch, workspace
+from custom_ops import dispatch, machine, workspace
 from custom_ops.counters import Launch
 from custom_ops.dispatch import Flags, Message
+from custom_ops.formats import FORMATS, Quantisation
 from custom_ops.limits import MIB, Limits, Strategy
 from tests.support.fake_flashinfer import CPU, FakeFlashInfer, faked
 from tests.support.ranks import Ranks
@@ -102,3 +105,18 @@ def old() -> None:
 
 def test_unfused_with_an_old_flashinfer(ranks: Ranks) -> None:
     ranks.run(old)
+
+
+def old_format() -> None:
+    quantisation = Quantisation(FORMATS["mxfp8"], 32)
+    message, flags = Message(4, 4096, torch.bfloat16, CPU), Flags(True, True, 16)
+    with patch.object(machine, "capability", lambda device: (10, 0)):
+        for version, strategy in (("0.7.2.post1", Strategy.UNFUSED), ("0.7.4", Strategy.ONE_SHOT)):
+            with faked(FakeFlashInfer(version=version)):
+                found, _ = dispatch.plan("op", 13, message, dist.new_group(), flags, quantisation=quantisation)
+                assert found.strategy is strategy
+                assert ("has no MXFP8" in found.reason) is (strategy is Strategy.UNFUSED)
+
+
+def test_unfused_where_the_kernel_lacks_the_format(ranks: Ranks) -> None:
+    ranks.run(old_format)

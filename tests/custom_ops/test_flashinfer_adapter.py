@@ -13,6 +13,8 @@ import torch
 
 from custom_ops import flashinfer_adapter as adapter
 from custom_ops.flashinfer_adapter import KernelCall
+from custom_ops.formats import FORMATS
+from custom_ops.pattern_codes import PATTERNS
 
 flashinfer_comm = pytest.importorskip("flashinfer.comm")
 
@@ -28,6 +30,21 @@ def test_refusal(monkeypatch: pytest.MonkeyPatch, version: str | None, mentions:
     monkeypatch.setattr(adapter, "version", lambda: version)
     refusal = adapter.refusal()
     assert refusal is None if mentions is None else mentions in str(refusal)
+
+
+def test_formats_that_came_later_are_refused_before_their_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "version", lambda: "0.7.2.post1")
+    refused = {name: adapter.format_refusal(format) for name, format in FORMATS.items()}
+    assert refused.pop("mxfp8") == "flashinfer-python 0.7.2.post1 has no MXFP8 in its kernel; install >= 0.7.4"
+    assert set(refused.values()) == {None}
+    monkeypatch.setattr(adapter, "version", lambda: "0.7.4")
+    assert adapter.format_refusal(FORMATS["mxfp8"]) is None
+
+
+def test_installed_flashinfer_has_the_patterns_of_every_format_that_is_not_refused() -> None:
+    there = set(vars(flashinfer_comm.AllReduceFusionPattern).values())
+    for code, pattern in PATTERNS.items():
+        assert pattern.format is None or (code in there) is (adapter.format_refusal(FORMATS[pattern.format]) is None)
 
 
 def test_installed_flashinfer_has_every_parameter() -> None:

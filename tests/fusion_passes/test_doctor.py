@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from custom_ops import domain, flashinfer_adapter, limits, machine
+from custom_ops.formats import FORMATS, Quantisation
 from fusion_passes import AllReduceRMSFusionPass, FusionConfig, doctor
 from fusion_passes.cli.app import app
 from fusion_passes.environment import Environment
@@ -198,3 +199,12 @@ def test_each_is_a_no_op_with_the_reason_in_the_report(name: str, path: Any) -> 
     assert not site.fused
     assert str(site.reason).startswith(reason)
     assert captured.after == captured.before
+
+
+def test_a_flashinfer_without_a_format_fuses_the_others() -> None:
+    old = Machine(capability=(10, 0), packages={"flashinfer-python": "0.7.2.post1"})
+    told = "flashinfer-python 0.7.2.post1 has no MXFP8 in its kernel; install >= 0.7.4"
+    assert [line for line in found(old, "note") if "FP" in line] == [f"quantisation: mxfp8 does not fuse: {told}"]
+    with old.installed():
+        refusals = {name: Environment().quantisation_refusal(CUDA, Quantisation(FORMATS[name])) for name in FORMATS}
+    assert refusals == dict.fromkeys(FORMATS) | {"mxfp8": told}
