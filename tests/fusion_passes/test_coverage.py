@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
+import torch
 from torch import Tensor
 
 from fusion_passes import reasons, rules
 from tests.support import write_coverage, zoo
 from tests.support.agreement import with_eager
-from tests.support.models import token_ids
+from tests.support.models import SCALED_EMBEDDING, token_ids
 from tests.support.ranks import Ranks
+from tests.support.zoo import Row
 
 ROWS = {row.name: row for row in write_coverage.rows()}
 RUNS = [row.name for row in ROWS.values() if row.fuses]
@@ -44,10 +48,21 @@ def test_enough_fuse() -> None:
     assert len(RUNS) >= 90
 
 
+def on_this_torch(row: Row) -> Row:
+    """A row without what depends on the release of torch: where a graph breaks, and how an embedding is scaled."""
+    if torch.__version__.startswith(zoo.TORCH):
+        return row
+    fused: Counter[str] = Counter()
+    for part in row.fused.split(", ") if row.fuses else ():
+        rule, count = part.split()
+        fused[SCALED_EMBEDDING if rule == "folded_norm" else rule] += int(count)
+    return replace(row, all_reduces=row.all_reduces.split()[0], fused=zoo.counted(fused) if fused else row.fused)
+
+
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("name", ROWS)
 def test_verdicts(name: str) -> None:
-    assert zoo.measure(name) == ROWS[name]
+    assert on_this_torch(zoo.measure(name)) == on_this_torch(ROWS[name])
 
 
 def values(name: str) -> tuple[int, float, float]:

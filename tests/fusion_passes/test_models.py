@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.support.agreement import with_eager
 from tests.support.capture import Captured, capture
-from tests.support.models import GPT_OSS_PLAN, hugging_face, knows_plans, parallel_llama, token_ids
+from tests.support.models import GPT_OSS_PLAN, SCALED_EMBEDDING, hugging_face, knows_plans, parallel_llama, token_ids
 from tests.support.ranks import Ranks
 
 DENSE = ["norm", *["add_norm"] * 4]
@@ -23,8 +23,8 @@ EXPECTED = {
     "mistral": DENSE,
     "mixtral": DENSE,
     # Gemma scales its embedding before the norm.
-    "gemma2": ["folded_norm", *SANDWICH[1:]],
-    "gemma3": ["folded_norm", *SANDWICH[1:]],
+    "gemma2": [SCALED_EMBEDDING, *SANDWICH[1:]],
+    "gemma3": [SCALED_EMBEDDING, *SANDWICH[1:]],
     # The dense layer's MLP fuses; attention is not sharded; in the MoE layer the sums of routed and shared experts are
     # added to each other before the residual, and one norm takes one of them.
     "deepseek_v3": ["norm", "add_norm", "norm_shared", "folded_add_norm"],

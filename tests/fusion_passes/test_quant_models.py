@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import custom_ops
 from fusion_passes import FusionConfig
@@ -20,6 +21,10 @@ from tests.support.capture import Captured, capture
 from tests.support.programs import Functional, reduce, tensors
 from tests.support.ranks import Ranks
 
+SINCE_2_13 = TorchVersion(torch.__version__) >= "2.13"
+scales_of_rows = pytest.mark.skipif(
+    not SINCE_2_13, reason="CPUs multiply FP8 with a scale for each row from torch 2.13 on"
+)
 SHAPE = Shape(hidden=256, intermediate=512, heads=8, kv_heads=4, layers=3, context=16)
 HIDDEN = 64
 
@@ -54,15 +59,18 @@ def outputs(per_token: bool) -> tuple[Counter[str | None], Counter[str | None], 
     return rules[0], rules[1], apart, sum(custom_ops.launches().values())
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["static", "per token"])
+@pytest.mark.parametrize(
+    "per_token", [pytest.param(False, id="static"), pytest.param(True, id="per token", marks=scales_of_rows)]
+)
 def test_float8_llama(ranks: Ranks, per_token: bool) -> None:
     """All sites but the last quantise: what follows the last norm is the caller's."""
     format = "fp8_token" if per_token else "fp8"
     sites = 2 * SHAPE.layers
     for rules, norms, (fused, only_norms, unfused), calls in ranks.run(outputs, per_token, timeout=300):
         assert rules == {f"add_norm_{format}": sites - 1, "add_norm": 1}
-        assert norms == {"add_norm": sites}
-        assert calls == 2 * sites
+        # Torch 2.11 drops the cast of a norm that only a static quantisation takes.
+        assert norms == {"add_norm": sites} if SINCE_2_13 else norms["add_norm"] == 1
+        assert calls == sites + norms["add_norm"]
         # A value at a tie that falls to the other side is off by a code point, 1/16 of it, in every run.
         assert fused < max(2 * unfused, 0.02)
         assert only_norms < 0.02
@@ -99,6 +107,7 @@ def torchao_linear(granularity: Any) -> nn.Module:
     return layer
 
 
+@scales_of_rows
 @pytest.mark.usefixtures("fake_group")
 def test_torchao_rows() -> None:
     from torchao.quantization import PerRow
@@ -129,6 +138,7 @@ def compressed_tensors_linear() -> nn.Module:
     return layer.requires_grad_(False)
 
 
+@scales_of_rows
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compressed_tensors(dynamic: bool) -> None:
@@ -139,6 +149,7 @@ def test_compressed_tensors(dynamic: bool) -> None:
     assert "amax" not in captured.after[0]
 
 
+@scales_of_rows
 @pytest.mark.usefixtures("fake_group")
 def test_dynamic_shapes_hide_the_largest_float8_number_of_hugging_face() -> None:
     """It is a global float, of which dynamic=True makes an input."""

@@ -19,6 +19,9 @@ knows_plans = pytest.mark.skipif(
 )
 """Marks tests that say what becomes of the plans of one release."""
 
+SCALED_EMBEDDING = "folded_norm" if TorchVersion(torch.__version__) >= "2.13" else "norm"
+"""The rule of an embedding that is scaled before its norm: torch 2.11's DTensor scales the parts, then adds them up."""
+
 VOCABULARY, HIDDEN, HEADS = 128, 256, 4
 
 

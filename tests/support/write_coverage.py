@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from tests.support.zoo import RELEASE, Row
+from tests.support.zoo import RELEASE, TORCH, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 COLUMNS = "| architecture | all-reduces | fused | left alone |\n|---|---|---|---|\n"
@@ -33,7 +33,7 @@ def page(table: list[Row], notes: str) -> str:
     head = (
         "# Coverage\n\n"
         f"Every `*ForCausalLM` of transformers {RELEASE} that has a tensor-parallel plan: tiny random models with the "
-        "model's own plan over two ranks, [2, 16] tokens, bfloat16, torch 2.13.0, on CPUs, up to the hook. "
+        f"model's own plan over two ranks, [2, 16] tokens, bfloat16, torch {TORCH}, on CPUs, up to the hook. "
         "`make coverage` writes this page; `tests/fusion_passes/test_coverage.py` holds every row, and compares values "
         "between two real ranks for a tenth of them.\n\n"
         f"{len(table)} architectures: in {len(whole)} every all-reduce with a norm of its own fuses; in {len(some)} more "

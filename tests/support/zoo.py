@@ -15,6 +15,9 @@ from tests.support.models import VOCABULARY, distribute, token_ids
 RELEASE = "5.24.0"
 """The release of transformers whose architectures these are."""
 
+TORCH = "2.13.0"
+"""The release of torch with which the table was made."""
+
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -125,10 +128,11 @@ def measure(name: str) -> Row:
     fused = Counter(site.rule for site in found.sites if site.rule)
     left = Counter(site.reason.code for site in found.sites if site.reason)
     graphs = f" in {len(found.before)} graphs" if len(found.before) > 1 else ""
-    return Row(name, f"{len(found.sites)}{graphs}", _counted(fused), _counted(left))
+    return Row(name, f"{len(found.sites)}{graphs}", counted(fused), counted(left))
 
 
-def _counted(counts: Counter[str]) -> str:
+def counted(counts: Counter[str]) -> str:
+    """A cell of the table."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
