@@ -94,13 +94,19 @@ _SCALED = {
 }
 
 
+_LEAST = (aten.clamp_min.default, aten.clamp_min.Tensor)
+_MOST = (aten.clamp_max.default, aten.clamp_max.Tensor)
+_BOTH = (aten.clamp.default, aten.clamp.Tensor)
+"""Bounds are numbers, or where `dynamic=True` hides those, tensors of one element."""
+
+
 def _clamped(scaled: PatternExpr) -> PatternExpr:
     low, high = KeywordArg("low"), KeywordArg("high")
     inner = OneOf(Op(CAST, scaled, torch.float32), scaled)
     bounded = OneOf(
-        Op(aten.clamp_max.default, Op(aten.clamp_min.default, inner, low), high),
-        Op(aten.clamp_min.default, Op(aten.clamp_max.default, inner, high), low),
-        Op(aten.clamp.default, inner, low, high),
+        Op(_MOST, Op(_LEAST, inner, low), high),
+        Op(_LEAST, Op(_MOST, inner, high), low),
+        Op(_BOTH, inner, low, high),
         either_order(aten.minimum.default, either_order(aten.maximum.default, inner, low), high),
         either_order(aten.maximum.default, either_order(aten.minimum.default, inner, high), low),
         inner,
@@ -112,7 +118,7 @@ FORMS = tuple(Form(name, _clamped(scaled)) for name, scaled in _SCALED.items())
 """Every spelling of a cast; the first that matches and fits wins. A new one is a row and a golden test."""
 
 _PASSED = {
-    CAST, aten.div.Tensor, aten.mul.Tensor, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default,
+    CAST, aten.div.Tensor, aten.mul.Tensor, *_LEAST, *_MOST, *_BOTH,
     aten.minimum.default, aten.maximum.default, aten.round.default, aten.reshape.default,
 }  # fmt: skip
 _MOST_STEPS = 8
@@ -198,7 +204,10 @@ def _scaled_type(match: Match) -> torch.dtype | None:
 
 
 def _bounds_refusal(node: Node, match: Match) -> NotFused | None:
-    bounds = [scales.constant(match.kwargs[name]) for name in ("low", "high") if name in match.kwargs]
-    if not bounds or bounds == [-FLOAT8_MAX, FLOAT8_MAX]:
+    bounds = [match.kwargs[name] for name in ("low", "high") if name in match.kwargs]
+    known = [scales.constant(bound) for bound in bounds]
+    if not bounds or known == [-FLOAT8_MAX, FLOAT8_MAX]:
         return None
-    return NotFused("quant_form", f"{node} clamps to {bounds[0]} and {bounds[1]}; the kernel to {FLOAT8_MAX}")
+    low, high = (bound if number is None else number for bound, number in zip(bounds, known, strict=True))
+    text = f"{node} clamps to {low} and {high}; the kernel to {FLOAT8_MAX}"
+    return NotFused("quant_form", text + scales.hint(high))

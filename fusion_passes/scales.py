@@ -137,11 +137,11 @@ def given(operand: Any, inverted: bool) -> Scale | NotFused:
     if not is_one(operand):
         shape = list(found.shape) if isinstance(operand, Node) and (found := value(operand)) is not None else operand
         text = f"the scale {operand} has shape {shape}, and is not that of each row in a known form"
-        return NotFused("quant_scale", text + _hint(operand))
+        return NotFused("quant_scale", text + hint(operand))
     return Scale(operand, inverted)
 
 
-def _hint(operand: Any) -> str:
+def hint(operand: Any) -> str:
     """What to do where a number that a form needs to know is an input of the graph."""
     near = [operand] if isinstance(operand, Node) else []
     for _ in range(3):

@@ -52,7 +52,9 @@ def why(site: fusion_passes.SiteReport) -> NotFused:
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling_fuses(name: str, shape: tuple[int, ...], dynamic: bool | None) -> None:
     spelling = SPELLINGS[name]
-    captured = fuse(spelling.quantise, *spelling.scales, shape=shape, dynamic=dynamic)
+    # From torch 2.15 on dynamic=True makes inputs of the numbers that they clamp to.
+    with torch._dynamo.config.patch(specialize_float=True):
+        captured = fuse(spelling.quantise, *spelling.scales, shape=shape, dynamic=dynamic)
     assert captured.rules == [f"add_norm_{spelling.format}"]
     assert captured.sites[0].left is None
     assert len(calls(captured.after[0])) == 1
@@ -135,6 +137,35 @@ def test_number_that_became_an_input_is_named_in_the_reason() -> None:
     assert site.left is not None
     assert site.left.code == "quant_scale"
     assert "set torch._dynamo.config.specialize_float" in site.left.text
+
+
+@pytest.mark.skipif(TORCH < "2.15", reason="such numbers stay numbers")
+def test_bound_that_became_an_input_is_named_in_the_reason() -> None:
+    (site,) = fuse(programs.divide, S, dynamic=True).sites
+    assert site.left is not None
+    assert site.left.code == "quant_form"
+    assert "set torch._dynamo.config.specialize_float" in site.left.text
+
+
+@pytest.mark.parametrize("bound", [448.0, 240.0])
+def test_bounds_that_are_tensors_are_looked_into(bound: float) -> None:
+    def quantise(n: Tensor, s: Tensor) -> Tensor:
+        low, high = torch.full((), -bound), torch.full((), bound)
+        return torch.clamp(n.float() / s, low, high).to(FLOAT8)
+
+    (site,) = fuse(quantise, S).sites
+    if bound == MAX:
+        assert site.rule == "add_norm_fp8"
+    else:
+        assert "clamps to -240.0 and 240.0; the kernel to 448.0" in why(site).text
+
+
+def test_bound_that_is_an_input_is_refused() -> None:
+    def quantise(n: Tensor, s: Tensor, bound: Tensor) -> Tensor:
+        return torch.clamp(n.float() / s, -bound, bound).to(FLOAT8)
+
+    (site,) = fuse(quantise, S, torch.tensor(448.0)).sites
+    assert "clamps to neg and arg" in why(site).text
 
 
 def test_switched_off() -> None:
