@@ -3,7 +3,8 @@
 No device takes part, so nobody spins in a kernel while another rank compiles, and every wait is bounded. The outcome is
 one key that the first rank to finish writes and every rank reads: a rank that comes late, or never, cannot make the
 others disagree. All ranks of a group vote in the same order, each once per topic. The last to read it leaves nothing
-behind: a process group that is made again on the same store must not find what an earlier one agreed on.
+behind: a process group that is made again on the same store must not find what an earlier one agreed on. A vote that
+missed a rank stays, for that rank may still come.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import json
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup, Store
 
@@ -21,7 +23,17 @@ VOTE_TIMEOUT = timedelta(minutes=5)
 BUILD_TIMEOUT = timedelta(minutes=30)
 """The same for a vote that follows a compilation."""
 
-AGREED = "agreed"
+
+class Verdict(NamedTuple):
+    """What a vote came to.
+
+    Attributes:
+        problem: why not; None for a yes.
+        complete: whether all ranks had voted.
+    """
+
+    problem: str | None
+    complete: bool
 
 
 def agree(
@@ -40,21 +52,24 @@ def agree(
     prefix = f"custom_ops/{topic}"
     keys = [f"{prefix}/{rank}" for rank in range(group.size())]
     store.set(keys[group.rank()], json.dumps({"facts": dict(facts), "problem": problem}))
-    verdict = _tally(store, keys, timeout)
-    decided = store.compare_set(f"{prefix}/verdict", "", verdict or AGREED)
-    text = decided.decode() if isinstance(decided, bytes) else str(decided)
-    if store.add(f"{prefix}/read", 1) == group.size():
+    mine = _tally(store, keys, timeout)
+    decided = Verdict(*json.loads(store.compare_set(f"{prefix}/verdict", "", json.dumps(mine))))
+    if store.add(f"{prefix}/read", 1) == group.size() and decided.complete:
         _tidy(store, [*keys, f"{prefix}/read", f"{prefix}/verdict"])
-    return None if text == AGREED else text
+    return decided.problem
 
 
-def _tally(store: Store, keys: list[str], timeout: timedelta) -> str | None:
+def _tally(store: Store, keys: list[str], timeout: timedelta) -> Verdict:
     try:
         store.wait(keys, timeout)
     except RuntimeError:  # DistStoreError from most stores, a plain RuntimeError from FileStore
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return f"rank {absent} of the group did not vote within {timeout}"
-    ballots = [json.loads(store.get(key)) for key in keys]
+        return Verdict(f"rank {absent} of the group did not vote within {timeout}", complete=False)
+    return Verdict(_problem([json.loads(store.get(key)) for key in keys]), complete=True)
+
+
+def _problem(ballots: list[dict[str, Any]]) -> str | None:
+    """What the first rank with a problem says, or the first fact that differs; None if there is neither."""
     for rank, ballot in enumerate(ballots):
         if ballot["problem"]:
             return f"rank {rank} of the group: {ballot['problem']}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from tests.support.capture import Captured, capture
+from tests.support.capture import Captured, capture, renumbered
 from tests.support.programs import HIDDEN, NORMS, AddNorm, JustNorm, tensors
 
 
@@ -476,24 +476,24 @@ return [getitem, getitem_1]""",
         captured = capture(AddNorm(NORMS["hugging_face_llama"]()), *tensors(2, 8, HIDDEN), dynamic=True)
         assert captured.rules == ["add_norm"]
         self.assertExpectedInline(
-            body(captured.before[0]),
+            renumbered(body(captured.before[0])),
             """\
 all_reduce: bf16[s77, s27, 64] = _c10d_functional.all_reduce(arg2_1, 'sum', '0')
 wait_tensor: bf16[s77, s27, 64] = _c10d_functional.wait_tensor(all_reduce)
-add_8: bf16[s77, s27, 64] = add.Tensor(arg3_1, wait_tensor)
-convert_element_type: f32[s77, s27, 64] = convert_element_type(add_8, f32)
+add: bf16[s77, s27, 64] = add.Tensor(arg3_1, wait_tensor)
+convert_element_type: f32[s77, s27, 64] = convert_element_type(add, f32)
 pow_1: f32[s77, s27, 64] = pow.Tensor_Scalar(convert_element_type, 2)
 mean: f32[s77, s27, 1] = mean.dim(pow_1, [-1], True)
 convert_element_type_default_1: f32[] = convert_element_type(arg4_1, f32)
 add_tensor: f32[s77, s27, 1] = add.Tensor(mean, convert_element_type_default_1)
 rsqrt: f32[s77, s27, 1] = rsqrt(add_tensor)
-mul_21: f32[s77, s27, 64] = mul.Tensor(convert_element_type, rsqrt)
-convert_element_type_1: bf16[s77, s27, 64] = convert_element_type(mul_21, bf16)
-mul_28: bf16[s77, s27, 64] = mul.Tensor(arg5_1, convert_element_type_1)
-return [mul_28, add_8]""",
+mul: f32[s77, s27, 64] = mul.Tensor(convert_element_type, rsqrt)
+convert_element_type_1: bf16[s77, s27, 64] = convert_element_type(mul, bf16)
+mul_1: bf16[s77, s27, 64] = mul.Tensor(arg5_1, convert_element_type_1)
+return [mul_1, add]""",
         )
         self.assertExpectedInline(
-            body(captured.after[0]),
+            renumbered(body(captured.after[0])),
             """\
 empty_like_default: bf16[s77, s27, 64] = empty_like(arg3_1, memory_format=torch.contiguous_format)
 empty_like_default_1: bf16[s77, s27, 64] = empty_like(arg3_1, memory_format=torch.contiguous_format)

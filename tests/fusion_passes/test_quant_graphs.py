@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 import custom_ops
 from tests.support import quant_programs as programs
-from tests.support.capture import Captured, capture
+from tests.support.capture import Captured, capture, renumbered
 from tests.support.programs import HIDDEN, tensors
 from tests.support.quant_programs import Quantised
 
@@ -215,26 +215,26 @@ return [convert_element_type_4, getitem_1]""",
             lambda n: custom_ops.scaled_fp8_quant(n, group_size=32), rule="add_norm_fp8_group", dynamic=True
         )
         self.assertExpectedInline(
-            from_norm(captured.before[0]),
+            renumbered(from_norm(captured.before[0])),
             """\
-convert_element_type_1: bf16[s77, s27, 64] = convert_element_type(mul_27, bf16)
+convert_element_type_1: bf16[s77, s27, 64] = convert_element_type(mul, bf16)
 scaled_fp8_quant: (float8_e4m3fn[s77, s27, 64], int32[s27*s77, 1]) = custom_ops.scaled_fp8_quant.per_group(convert_element_type_1, 32)
 getitem: float8_e4m3fn[s77, s27, 64] = getitem(scaled_fp8_quant, 0)
 getitem_1: int32[s27*s77, 1] = getitem(scaled_fp8_quant, 1)
-return [getitem, getitem_1, add_8]""",
+return [getitem, getitem_1, add]""",
         )
         self.assertExpectedInline(
-            from_norm(captured.after[0]),
+            renumbered(from_norm(captured.after[0])),
             """\
 empty_like_default: float8_e4m3fn[s77, s27, 64] = empty_like(arg3_1, memory_format=torch.contiguous_format, dtype=float8_e4m3fn)
 empty_like_default_1: bf16[s77, s27, 64] = empty_like(arg3_1, memory_format=torch.contiguous_format)
-sym_size_int_6: SymInt = sym_size.int(arg3_1, 0)
-sym_size_int_7: SymInt = sym_size.int(arg3_1, 1)
-mul_47: SymInt = mul(sym_size_int_6, sym_size_int_7)
-add_57: SymInt = add(mul_47, 3)
-floordiv: SymInt = floordiv(add_57, 4)
-mul_48: SymInt = mul(floordiv, 4)
-empty_strided_default: int32[s27*s77, 1] = empty_strided([mul_47, 1], [1, mul_48], dtype=int32, device=device(type='cpu'))
+sym_size_int: SymInt = sym_size.int(arg3_1, 0)
+sym_size_int_1: SymInt = sym_size.int(arg3_1, 1)
+mul: SymInt = mul(sym_size_int, sym_size_int_1)
+add: SymInt = add(mul, 3)
+floordiv: SymInt = floordiv(add, 4)
+mul_1: SymInt = mul(floordiv, 4)
+empty_strided_default: int32[s27*s77, 1] = empty_strided([mul, 1], [1, mul_1], dtype=int32, device=device(type='cpu'))
 auto_functionalized_v2: (None, float8_e4m3fn[s77, s27, 64], bf16[s77, s27, 64], int32[s27*s77, 1]) = auto_functionalized_v2(custom_ops.call_trtllm_fused_allreduce_norm, allreduce_in=arg2_1, residual=arg3_1, rms_gamma=arg4_1, rms_eps=9.999999747378752e-06, world_size=2, launch_with_pdl=True, fp32_acc=True, max_token_num=0, pattern_code=8, group_name='0', weight_bias=0.0, pdl_advance_launch_tokens=16, backend='trtllm', check_ranks=False, block_quant_group_size=32)
 getitem_2: float8_e4m3fn[s77, s27, 64] = getitem(auto_functionalized_v2, 1)
 getitem_3: bf16[s77, s27, 64] = getitem(auto_functionalized_v2, 2)

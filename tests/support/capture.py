@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,3 +68,18 @@ def capture(
         )
     captured.sites = fusion_passes.report()
     return captured
+
+
+def renumbered(text: str) -> str:
+    """A graph whose sums, products and sizes are numbered by their place: where sizes are not known, torch leaves gaps."""
+    names: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+
+    def name(match: re.Match[str]) -> str:
+        if match[0] not in names:
+            kind = match[1]
+            names[match[0]] = f"{kind}_{counts[kind]}" if counts[kind] else kind
+            counts[kind] += 1
+        return names[match[0]]
+
+    return re.sub(r"\b(add|mul|sym_size_int)(_\d+)?\b(?![.(])", name, text)
