@@ -63,6 +63,14 @@ def limit_to(world_size: int, found: Limits) -> None:
                 state.limit_to(found)
 
 
+def problem_of(group_name: str) -> str | None:
+    """Why calls of a group run unfused, as its ranks have agreed; None where they have not, or nothing is wrong."""
+    for group, state in _all():
+        if group.group_name == group_name and (found := state.problem or next(iter(state.failures.values()), None)):
+            return found
+    return None
+
+
 def acquire(
     group: ProcessGroup, dtype: torch.dtype, device: torch.device, nbytes: int, backend: str = backends.DEFAULT
 ) -> Workspace | str:

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from torch._logging import trace_structured
+from torch._ops import OpOverload
 from torch.fx import Node
 
+from custom_ops import workspace
 from fusion_passes.origins import module_of, source_of
+from fusion_passes.patterns import bind
 from fusion_passes.reasons import EXCUSED, NotFused
 
 logger = logging.getLogger("fusion_passes")
@@ -30,6 +33,7 @@ class SiteReport:
         source: "file:line" of the model code that it comes from; "" if unknown.
         graph: name of the compiled graph.
         left: why what follows was left to Inductor: a quantisation of the norm, or, with rule "overlap", the norm.
+        group: name of its process group; "" if unknown.
     """
 
     node: str
@@ -40,6 +44,12 @@ class SiteReport:
     source: str
     graph: str
     left: NotFused | None = None
+    group: str = ""
+
+    @property
+    def problem(self) -> str | None:
+        """Why the op runs unfused all the same, such as a group over several hosts: known once its ranks have voted."""
+        return workspace.problem_of(self.group) if self.fused else None
 
     @property
     def verdict(self) -> str:
@@ -48,9 +58,10 @@ class SiteReport:
 
     @property
     def verdict_text(self) -> str:
-        """In a sentence: the rule or the reason, and why what follows was left alone."""
+        """In a sentence: the rule or the reason, why what follows was left alone, and why the op runs unfused."""
         left = f"; the rest left alone, {self.left}" if self.left else ""
-        return f"{self.rule or self.reason}{left}"
+        unfused = f"; runs unfused: {problem}" if (problem := self.problem) else ""
+        return f"{self.rule or self.reason}{left}{unfused}"
 
     @property
     def missed(self) -> bool:
@@ -96,7 +107,14 @@ def verdict(node: Node, graph: str, outcome: str | NotFused, left: NotFused | No
         source=source_of(node),
         graph=graph,
         left=left,
+        group=_group_of(node),
     )
+
+
+def _group_of(node: Node) -> str:
+    """The name of the process group of a collective: the last argument of each."""
+    last = bind(node)[-1][0] if isinstance(node.target, OpOverload) else ""
+    return last if isinstance(last, str) else ""
 
 
 def publish(graph: str, sites: list[SiteReport]) -> None:

@@ -9,14 +9,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 import fusion_passes
+from custom_ops import workspace
 from fusion_passes import FusionConfig, NotFused, compat, reasons, reporting
 from tests.support.capture import capture
+from tests.support.fake_flashinfer import CPU, FakeFlashInfer, faked
 from tests.support.programs import HIDDEN, NORMS, AddNorm, reduce, tensors
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -141,3 +147,50 @@ def test_structured_trace_holds_the_verdicts(tmp_path: Path) -> None:
     sites = json.loads(payload)
     assert [site["rule"] for site in sites] == ["add_norm", None]
     assert sites[1]["reason"]["code"] == "norm_not_recognised"
+
+
+def reported(fake: FakeFlashInfer) -> tuple[str | None, list[str], str]:
+    """What the report says of a fused site before its group has voted, and once it has and needs a workspace."""
+    fusion_passes.reset_report()
+    group = dist.new_group(list(range(dist.get_world_size())))
+
+    def block(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        total = residual + funcol.all_reduce(x, "sum", group)  # type: ignore[arg-type]
+        return torch.nn.functional.rms_norm(total, (HIDDEN,))
+
+    capture(block, *tensors(2, 8, HIDDEN))
+    (site,) = fusion_passes.report()
+    before = site.problem
+    with faked(fake):
+        workspace.acquire(group, torch.bfloat16, CPU, 1000)
+    return before, [str(site.problem), site.rule or ""], str(site)
+
+
+@pytest.mark.parametrize(
+    ("fakes", "reason"),
+    [
+        ([{"facts": {"host": "a"}}, {"facts": {"host": "b"}}], "host differs: 'a' on rank 0, 'b' on rank 1"),
+        ([{}, {"fails": {"create": "no peer access"}}], "rank 1 of the group: RuntimeError: no peer access"),
+        ([{"free": 0}, {}], "rank 0 of the group: the workspace needs"),
+    ],
+    ids=["two hosts", "no peer access", "no memory"],
+)
+def test_what_only_the_ranks_together_know_is_in_the_report_of_each(
+    ranks: Ranks, fakes: list[dict[str, Any]], reason: str
+) -> None:
+    for before, (problem, rule), line in ranks.run(of_rank, fakes):
+        assert before is None
+        assert rule == "add_norm"
+        assert reason in problem
+        assert line.endswith(f"add_norm; runs unfused: {problem}")
+
+
+def of_rank(fakes: list[dict[str, Any]]) -> tuple[str | None, list[str], str]:
+    return reported(FakeFlashInfer(**fakes[dist.get_rank()]))
+
+
+def test_nothing_is_known_of_a_group_that_fuses(ranks: Ranks) -> None:
+    for before, (problem, _), line in ranks.run(of_rank, [{}, {}]):
+        assert before is None
+        assert problem == "None"
+        assert line.endswith(": add_norm")
