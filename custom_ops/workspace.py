@@ -65,10 +65,12 @@ def limit_to(world_size: int, found: Limits) -> None:
 
 def problem_of(group_name: str) -> str | None:
     """Why calls of a group run unfused, as its ranks have agreed; None where they have not, or nothing is wrong."""
-    for group, state in _all():
-        if group.group_name == group_name and (found := state.problem or next(iter(state.failures.values()), None)):
-            return found
-    return None
+    try:
+        states = _STATES.get(groups.resolve(group_name), {})
+    except ValueError:  # there is no such group any more
+        return None
+    problems = (state.problem or next(iter(state.failures.values()), None) for state in states.values())
+    return next(filter(None, problems), None)
 
 
 def acquire(

@@ -163,7 +163,10 @@ def reported(fake: FakeFlashInfer) -> tuple[str | None, list[str], str]:
     before = site.problem
     with faked(fake):
         workspace.acquire(group, torch.bfloat16, CPU, 1000)
-    return before, [str(site.problem), site.rule or ""], str(site)
+    found = before, [str(site.problem), site.rule or ""], str(site)
+    dist.destroy_process_group(group)
+    assert site.problem is None, "nothing is said of a group that is gone"
+    return found
 
 
 @pytest.mark.parametrize(
