@@ -24,6 +24,9 @@ NEEDED_TORCH = "2.11"
 HIDDEN = 4096
 """The hidden size for which limits are shown."""
 
+FIRST_DEVICE = torch.device("cuda", 0)
+"""Whether there is one or not."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -161,15 +164,13 @@ def _switch() -> Iterator[Answer]:
 
 
 def _norms() -> Iterator[Answer]:
-    devices = _devices()
-    refusal = machine.refusal(devices[0]) if devices else "no CUDA device"
+    refusal = machine.refusal(FIRST_DEVICE)
     yield ("note", f"does not fuse: {refusal}") if refusal else ("ok", "fuses in bfloat16, float16 and float32")
 
 
 def _formats() -> Iterator[Answer]:
-    devices = _devices()
     for name, found in FORMATS.items():
-        refusal = machine.quantisation_refusal(devices[0], Quantisation(found)) if devices else "no CUDA device"
+        refusal = machine.quantisation_refusal(FIRST_DEVICE, Quantisation(found))
         yield ("note", f"{name} does not fuse: {refusal}") if refusal else ("ok", f"{name} fuses")
 
 

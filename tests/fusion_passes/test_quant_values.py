@@ -15,7 +15,7 @@ from fusion_passes import compat
 from tests.support import codes
 from tests.support.capture import capture
 from tests.support.programs import tensors
-from tests.support.quant_programs import SPELLINGS, Quantised
+from tests.support.quant_programs import SPELLINGS, Quantised, with_its_numbers
 from tests.support.ranks import Ranks
 
 HIDDEN = 960
@@ -35,8 +35,7 @@ def compare(name: str, dtype: torch.dtype, dynamic: bool | None) -> tuple[float,
     (residual,) = tensors(4, ROWS // 4, HIDDEN, dtype=dtype, count=1, seed=3)
     with torch.no_grad():
         expected, total_expected = module(x, residual, *spelling.scales)
-    # From torch 2.15 on dynamic=True makes inputs of the numbers that they clamp to.
-    with torch._dynamo.config.patch(specialize_float=True):
+    with with_its_numbers():
         captured = capture(module, x, residual, *spelling.scales, dynamic=dynamic)
     assert captured.rules == [f"add_norm_{spelling.format}"]
     assert sum(custom_ops.launches().values()) == 1
@@ -84,8 +83,7 @@ def compiled(name: str, dynamic: bool) -> tuple[float, int]:
     """(share of values that differ from eager mode, by how many code points at most), with the code Inductor writes."""
     spelling = SPELLINGS[name]
     module = Quantised(spelling.quantise, HIDDEN)
-    numbers = torch._dynamo.config.patch(specialize_float=True)
-    with torch.no_grad(), compat.without_caches(), fusion_passes.enabled(), numbers:
+    with torch.no_grad(), compat.without_caches(), fusion_passes.enabled(), with_its_numbers():
         fn = torch.compile(module, fullgraph=True, dynamic=dynamic)
         found = []
         for rows in (5, 8):

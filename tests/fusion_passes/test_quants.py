@@ -52,8 +52,7 @@ def why(site: fusion_passes.SiteReport) -> NotFused:
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling_fuses(name: str, shape: tuple[int, ...], dynamic: bool | None) -> None:
     spelling = SPELLINGS[name]
-    # From torch 2.15 on dynamic=True makes inputs of the numbers that they clamp to.
-    with torch._dynamo.config.patch(specialize_float=True):
+    with programs.with_its_numbers():
         captured = fuse(spelling.quantise, *spelling.scales, shape=shape, dynamic=dynamic)
     assert captured.rules == [f"add_norm_{spelling.format}"]
     assert captured.sites[0].left is None

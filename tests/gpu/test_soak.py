@@ -37,10 +37,11 @@ class Soaked:
 
 
 def soak(seconds: float, seed: int) -> Soaked:
-    """The same random calls on all ranks; wrong values are counted on the device, which nothing waits for."""
+    """The same random bursts on all ranks; wrong values are counted on the device, and nothing waits within a burst."""
     choice, group = random.Random(seed), dist.group.WORLD
     assert group is not None
     state = workspace.state_of(group, gpu.device())
+    usual = state.limits
     most = min(domain.max_capacity(group.size()), 32 << 20)
     wrong = torch.zeros((), dtype=torch.int64, device=gpu.device())
     bursts, before = 0, 0
@@ -57,6 +58,7 @@ def soak(seconds: float, seed: int) -> Soaked:
             before = in_use()
         go_on.fill_(time.monotonic() < deadline or bursts <= 200)
         dist.all_reduce(go_on, dist.ReduceOp.MIN)
+    state.limit_to(usual)
     strategies: dict[str, int] = {}
     for launch, count in custom_ops.launches().items():
         strategies[launch.strategy.value] = strategies.get(launch.strategy.value, 0) + count

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+HIDDEN = 1024
 RANK = int(os.environ.get("RANK", 0))
 
 
@@ -25,7 +26,7 @@ def main(cache: str) -> None:
 
     import custom_ops
     import fusion_passes
-    from tests.support.programs import HIDDEN, NORMS, AddNorm, tensors
+    from tests.support.programs import NORMS, AddNorm, tensors
 
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -33,7 +34,7 @@ def main(cache: str) -> None:
         device = torch.device("cuda", RANK)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    model = AddNorm(NORMS["meta"]()).to(device)
+    model = AddNorm(NORMS["meta"](HIDDEN)).to(device)
     x, residual = (tensor.to(device) for tensor in tensors(2, 8, HIDDEN))
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, options=fusion_passes.options())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import custom_ops
 from tests.support.programs import HIDDEN, Functional, reduce
@@ -15,6 +17,12 @@ from tests.support.programs import HIDDEN, Functional, reduce
 FLOAT8 = torch.float8_e4m3fn
 MAX = 448.0
 SCALE = 0.037
+
+
+def with_its_numbers() -> AbstractContextManager[Any]:
+    """Compile in here: from torch 2.15 on dynamic=True makes inputs of the numbers that a spelling clamps to."""
+    hides = TorchVersion(torch.__version__) >= "2.15"
+    return torch._dynamo.config.patch(specialize_float=True) if hides else nullcontext()  # type: ignore[no-any-return]
 
 
 class Quantised(nn.Module):
